@@ -1,0 +1,40 @@
+# `make train`: the main job. `make test`: everything that must hold. Both set up .venv themselves.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: train test lint format clean
+
+train: .venv/train.stamp
+	@for method in dense topk; do \
+	  OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/quickstart.py $$method || exit 1; \
+	done
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch comes first and alone, so that pip takes exactly the pinned build.
+.venv/torch.stamp: constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) torch
+	@touch $@
+
+.venv/train.stamp: .venv/torch.stamp pyproject.toml
+	$(PIP) --editable '.[train]'
+	@touch $@
+
+.venv/dev.stamp: .venv/torch.stamp pyproject.toml
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

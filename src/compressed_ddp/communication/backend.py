@@ -1,0 +1,146 @@
+"""Synchronisation for hand-written loops, under the original write-up's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..compression import BaseCompressor, DenseCompressor
+from ..compression.base import check_gradient
+from ..error_feedback import ErrorFeedbackBuffer
+from ..layout import BucketLayout
+from ..metrics import Ledger
+from ..types import CompressionConfig, Transport
+from .handshake import fingerprint, handshake
+from .reducer import Reducer, resolve, split_by_size
+from .transport import TorchTransport
+
+
+class DistributedBackend:
+    """Averages gradients over all workers after backward: compressed, or dense without a compressor.
+
+    The same messages and collectives as ``attach``, on the calling thread, with all parameters
+    batched into buckets. Alone, or without an initialised process group, gradients are left as
+    they are.
+    """
+
+    def __init__(
+        self,
+        compressor: BaseCompressor | None = None,
+        error_buffer: ErrorFeedbackBuffer | None = None,
+        *,
+        config: CompressionConfig | None = None,
+        bucket_cap_mb: float = 25.0,
+        group: dist.ProcessGroup | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        """``config`` adds what a compressor does not know: collective, scope, timeout and so on.
+
+        Without ``error_buffer`` nothing is remembered: what is not sent is lost. ``transport``
+        replaces the process group (tests and simulations).
+        """
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
+        self.compressor = compressor
+        self.error_buffer = error_buffer
+        self._config = config or CompressionConfig()
+        self._cap = int(bucket_cap_mb * 2**20)
+        self._group = group
+        self._transport = transport
+        self._reducer: Reducer | None = None
+        self._buckets: dict[tuple[tuple[str, torch.Size], ...], list[BucketLayout]] = {}
+
+    @property
+    def world_size(self) -> int:
+        """Workers that gradients are averaged over; 1 while there is no process group."""
+        if self._transport is not None:
+            return self._transport.world_size
+        return dist.get_world_size(self._group) if dist.is_available() and dist.is_initialized() else 1
+
+    @property
+    def stats(self) -> Ledger | None:
+        """The ledger; None before the first synchronised step."""
+        return self._reducer.stats if self._reducer else None
+
+    def allreduce_gradients(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace every parameter's ``grad`` by the mean over all workers.
+
+        All ranks call it with the same parameters. A parameter that requires a gradient and has
+        none counts as zero, so that ranks may differ in what they used. The first call compares
+        models and configurations and raises SyncError if they differ.
+        """
+        if self.world_size == 1:
+            return
+        parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        for name, parameter in parameters.items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            try:
+                check_gradient(parameter.grad)
+            except TypeError as error:
+                raise TypeError(f"parameter {name!r}: {error}") from None
+        if self._reducer is None:
+            self._reducer = self._start(parameters)
+        buckets = self._layouts(parameters)
+        self._reducer.abandon_step()
+        for layout in buckets:
+            grads = {name: parameters[name].grad for name in layout.names}
+            flat = torch.cat([grad.reshape(-1) for grad in grads.values() if grad is not None])
+            self._reducer.reduce_(layout, flat, last=layout is buckets[-1])
+            for name, view in layout.views(flat).items():
+                grad = grads[name]
+                assert grad is not None
+                grad.copy_(view)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of all that the next step depends on; empty before the first step."""
+        return self._reducer.state_dict() if self._reducer else {}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], named_parameters: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """Go on where this rank's ``state`` was saved. All ranks call it together, between steps."""
+        if self.world_size == 1 and not state:
+            return
+        parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        if self._reducer is None:
+            self._reducer = self._start(parameters)
+        self._reducer.load_state_dict(state, {name: p.shape for name, p in parameters.items()})
+
+    def close(self) -> None:
+        """Give the process group back. Safe to call twice."""
+        if self._reducer is not None:
+            self._reducer.transport.close()
+            self._reducer = None
+
+    def _start(self, parameters: Mapping[str, Tensor]) -> Reducer:
+        compressor = self.compressor or DenseCompressor()
+        config = self._config
+        if self.error_buffer is None:
+            config = CompressionConfig(**{**config.as_dict(), "error_feedback": False})
+        config = resolve(config, compressor)
+        transport = self._transport or TorchTransport(self._group, config.sync_timeout)
+        device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        handshake(transport, fingerprint(config, parameters), device)
+        return Reducer(compressor, config, transport, self.error_buffer, device)
+
+    def _layouts(self, parameters: Mapping[str, Tensor]) -> list[BucketLayout]:
+        """Parameters in order, in buckets of one dtype and device and about ``bucket_cap_mb``."""
+        key = tuple((name, p.shape) for name, p in parameters.items())
+        if key not in self._buckets:
+            runs: list[list[str]] = []
+            kind, room = None, 0
+            for name, p in parameters.items():
+                nbytes = p.numel() * p.element_size()
+                if (p.dtype, p.device) != kind or nbytes > room:
+                    runs.append([])
+                    kind, room = (p.dtype, p.device), self._cap
+                runs[-1].append(name)
+                room -= nbytes
+            layouts = [BucketLayout(tuple(r), tuple(parameters[n].shape for n in r)) for r in runs]
+            self._buckets[key] = [part for layout in layouts for part in split_by_size(layout)]
+        return self._buckets[key]

@@ -1,0 +1,173 @@
+"""The two ways of exchanging sparse messages. Both end with the same bits on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..compression import BaseCompressor
+from ..layout import BucketLayout, grown, partition, small_positions
+from ..types import Clock, CompressionConfig, Slot, Stamp, Transport
+from .packer import Packer
+
+
+def worker_packer(
+    layout: BucketLayout,
+    compressor: BaseCompressor,
+    config: CompressionConfig,
+    shards: int,
+    device: torch.device,
+) -> Packer:
+    """What makes a worker's messages about ``layout``, one for each of ``shards``."""
+    smallest = config.min_compress_numel if compressor.small_tensors_apart else 0
+    part = partition(layout, shards, compressor.quota, scope=config.scope, min_numel=smallest)
+    return Packer(compressor, part, small_positions(layout, smallest, device))
+
+
+class AllGather:
+    """Every worker receives every worker's message and adds them up in rank order.
+
+    Traffic: P - 1 messages out and in. One round.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        compressor: BaseCompressor,
+        config: CompressionConfig,
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        self.slots: list[Slot] = []
+        self._net = transport
+        self._packer = worker_packer(layout, compressor, config, 1, device)
+        self.traffic = (transport.world_size - 1) * self._packer.row_bytes
+
+    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, joined: bool) -> bool:
+        world = self._net.world_size
+        if joined:
+            bucket, memory = bucket.zero_(), None
+        row = self._packer.pack_(bucket, memory, stamp, clock)[0]
+        with clock.phase("wait"):
+            inbox = row.new_empty((world, row.numel()))
+            self._net.all_gather(inbox, row)
+        clock.traffic(self.traffic, self.traffic)
+        with clock.phase("decode"):
+            messages = [self._packer.unpack(inbox[r], 0, stamp._replace(sender=r)) for r in range(world)]
+            if not all(message.finite for message in messages):
+                bucket.fill_(torch.nan)
+                return False
+            mean = torch.zeros_like(bucket, dtype=torch.float32)
+            for message in messages:
+                self._packer.add_(mean, message, 0, 1.0 / world)
+            bucket.copy_(mean)
+        return True
+
+    def fold_(self, residual: Tensor) -> None:
+        """Nothing is remembered here."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing is remembered here."""
+
+
+class Sharded:
+    """Sparse reduce-scatter: each worker owns one interleaved shard of the bucket.
+
+    1. Everyone sends each owner the largest entries of its shard (all-to-all).
+    2. The owner adds them up in rank order, divides by P, and chooses again: the largest entries
+       of that mean plus what it still owes. This is the law once more, with a residual of its own.
+    3. The owners' results go to everyone (all-gather).
+
+    Traffic: 2 (P - 1) / P messages out and in (more with ``owner_factor``), whatever P is. Two
+    rounds.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        compressor: BaseCompressor,
+        config: CompressionConfig,
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        self._net, me = transport, transport.rank
+        sent = worker_packer(layout, compressor, config, transport.world_size, device)
+        part = grown(sent.part, config.owner_factor)
+        small = torch.cat(sent.small).sort().values
+        self._sent = sent
+        self._owned = Packer(compressor, part.shard(me), sent.small_local[me], scaled=False)
+        self._results = Packer(compressor, part, small, scaled=False)
+        self.traffic = (transport.world_size - 1) * (sent.row_bytes + self._results.row_bytes)
+        self.owner = Slot(torch.zeros(part.local_numel(me), device=device))
+        self.slots = [self.owner] if config.error_feedback else []
+
+    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, joined: bool) -> bool:
+        world, me = self._net.world_size, self._net.rank
+        if joined:
+            bucket, memory = bucket.zero_(), None
+        rows = self._sent.pack_(bucket, memory, stamp, clock)
+        with clock.phase("wait"):
+            inbox = torch.empty_like(rows)
+            self._net.all_to_all(inbox, rows)
+        with clock.phase("decode"):
+            mean = self._reduce(inbox, stamp._replace(shard=me))
+        owner = self.owner if self.slots else None
+        result = self._owned.pack_(mean, owner, stamp._replace(shard=me, phase=1), clock)[0]
+        with clock.phase("wait"):
+            row = result.new_zeros(self._results.row_bytes)
+            row[: result.numel()] = result
+            results = row.new_empty((world, row.numel()))
+            self._net.all_gather(results, row)
+        clock.traffic(self.traffic, self.traffic)
+        with clock.phase("decode"):
+            return self._spread_(bucket, results, stamp)
+
+    def _reduce(self, inbox: Tensor, stamp: Stamp) -> Tensor:
+        """The mean of all workers' entries for this rank's shard; NaN if someone's is not finite."""
+        me, world = self._net.rank, self._net.world_size
+        messages = [self._sent.unpack(inbox[r], me, stamp._replace(sender=r)) for r in range(world)]
+        mean = torch.zeros_like(self.owner.old)
+        if not all(message.finite for message in messages):
+            return mean.fill_(torch.nan)
+        for message in messages:
+            self._sent.add_local_(mean, message, me, 1.0 / world)
+        return mean
+
+    def _spread_(self, bucket: Tensor, results: Tensor, stamp: Stamp) -> bool:
+        """Write every owner's result into ``bucket``."""
+        messages = [
+            self._results.unpack(results[r], r, stamp._replace(sender=r, shard=r, phase=1))
+            for r in range(self._net.world_size)
+        ]
+        if not all(message.finite for message in messages):
+            bucket.fill_(torch.nan)
+            return False
+        out = torch.zeros_like(bucket, dtype=torch.float32)
+        for shard, message in enumerate(messages):
+            self._results.add_(out, message, shard, 1.0)
+        bucket.copy_(out)
+        return True
+
+    def fold_(self, residual: Tensor) -> None:
+        """What the owner owes to the mean, this worker owes P times: add it to its own residual."""
+        me = self._net.rank
+        local = torch.arange(self.owner.old.numel(), device=residual.device)
+        residual[self._sent.part.to_global(local, me)] += self.owner.old * self._net.world_size
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"owner": self.owner.old.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        owner = state.get("owner")
+        if owner is None or owner.shape != self.owner.old.shape:
+            found = "nothing" if owner is None else f"{tuple(owner.shape)}"
+            raise ValueError(
+                f"owner residual: expected {tuple(self.owner.old.shape)}, found {found}; "
+                "was this state saved by another rank or with another collective?"
+            )
+        self.owner.old.copy_(owner)

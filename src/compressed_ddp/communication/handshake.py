@@ -1,0 +1,65 @@
+"""Before the first step, all workers compare what they are about to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..types import CompressionConfig, SyncError, Transport
+from ..version import WIRE_VERSION, __version__
+
+_LIMIT = 64 * 2**20
+
+
+def fingerprint(config: CompressionConfig, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Everything in which two workers must agree for their messages to mean the same."""
+    return {
+        "library": __version__,
+        "wire": WIRE_VERSION,
+        "config": config.as_dict(),
+        "parameters": {
+            name: f"{p.dtype} {list(p.shape)}" + ("" if p.requires_grad else " frozen")
+            for name, p in parameters.items()
+        },
+        "order": list(parameters),
+    }
+
+
+def handshake(transport: Transport, mine: Mapping[str, Any], device: torch.device) -> None:
+    """Raises the same SyncError on every rank if any two differ, naming rank and field.
+
+    Text travels as JSON: nothing that comes from another worker is ever unpickled.
+    """
+    text = json.dumps(mine).encode()
+    sizes = torch.empty((transport.world_size, 8), dtype=torch.uint8, device=device)
+    transport.all_gather(sizes, _row(len(text).to_bytes(8, "little"), device))
+    lengths = [int.from_bytes(bytes(size.tolist()), "little") for size in sizes.cpu()]
+    if max(lengths) > _LIMIT:
+        raise SyncError(f"a worker's description of its model has {max(lengths):,} bytes; is it one of ours?")
+    width = -(-max(lengths) // 8) * 8
+    texts = torch.empty((transport.world_size, width), dtype=torch.uint8, device=device)
+    transport.all_gather(texts, _row(text.ljust(width, b" "), device))
+    everyone = [json.loads(bytes(row[:n].tolist())) for row, n in zip(texts.cpu(), lengths, strict=True)]
+    for rank, theirs in enumerate(everyone):
+        for field, first, other in _differences(everyone[0], theirs):
+            raise SyncError(
+                f"rank {rank} differs from rank 0 in {field}: {other!r}, not {first!r}. All workers need "
+                "the same model, the same configuration and the same release"
+            )
+
+
+def _row(data: bytes, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def _differences(first: Any, other: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every leaf at which two JSON values differ, with its path."""
+    if isinstance(first, dict) and isinstance(other, dict):
+        for key in [*first, *(key for key in other if key not in first)]:
+            where = f"{path}.{key}" if path else key
+            yield from _differences(first.get(key, "nothing"), other.get(key, "nothing"), where)
+    elif first != other:
+        yield path, first, other

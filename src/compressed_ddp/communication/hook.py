@@ -1,0 +1,181 @@
+"""One line for DistributedDataParallel: ``sync = attach(ddp, CompressionConfig(...))``."""
+
+# No `from __future__ import annotations` here: DDP inspects the hook's annotations as objects.
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from ..compression.base import check_gradient
+from ..compression.factory import from_config
+from ..layout import BucketLayout
+from ..metrics import Ledger
+from ..types import CompressionConfig, SyncError
+from .handshake import fingerprint, handshake
+from .reducer import Reducer, resolve, split_by_size
+from .transport import TorchTransport
+from .worker import Worker
+
+
+class GradientSync:
+    """What ``attach`` returns: statistics, state, and the end of it all.
+
+    ``stats`` is the ledger; print it. ``state_dict`` and ``load_state_dict`` go into your
+    checkpoints, on every rank its own. ``close`` ends the worker thread and its process group.
+    """
+
+    def __init__(self, model: DistributedDataParallel, config: CompressionConfig) -> None:
+        parameters = dict(model.module.named_parameters())
+        _check_model(model, parameters)
+        trained = [p for p in parameters.values() if p.requires_grad]
+        self._device = trained[0].device if trained else torch.device("cpu")
+        compressor = from_config(config, self._device)
+        config = resolve(config, compressor)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._transport = TorchTransport(model.process_group, config.sync_timeout)
+        try:
+            handshake(self._transport, fingerprint(config, parameters), self._device)
+        except BaseException:
+            self._transport.close()
+            raise
+        self._reducer = Reducer(compressor, config, self._transport, device=self._device)
+        self._worker = Worker(self._transport.alive)
+        self._layouts: dict[tuple[int, ...], BucketLayout] = {}
+        self.error: BaseException | None = None
+        """The first error of the worker thread, with its traceback; backward only quotes it."""
+
+    @property
+    def config(self) -> CompressionConfig:
+        """The configuration in force, every choice made."""
+        return self._reducer.config
+
+    @property
+    def stats(self) -> Ledger:
+        """Bytes sent and received, saved, and seconds by phase; ``print(sync.stats)``."""
+        return self._reducer.stats
+
+    @property
+    def step(self) -> int:
+        """Steps synchronised so far."""
+        return self._reducer.step
+
+    def residual_norm(self) -> float:
+        """The Euclidean norm of what this rank has not sent yet."""
+        return self._reducer.memory.norm()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of all that the next step depends on. Call between steps, on every rank.
+
+        Residuals are keyed by parameter name. Tensors and plain values only, so the file loads
+        with ``torch.load(path, weights_only=True)``.
+        """
+        return self._reducer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where this rank's ``state`` was saved. All ranks must call it, between steps.
+
+        Raises ValueError if the state is of another model, rank or number of workers, and
+        SyncError if another rank's does not fit or is of another step; nothing is changed then.
+        """
+        self._reducer.load_state_dict(state, self._shapes)
+
+    def close(self) -> None:
+        """End the worker thread and give its process group back. Safe to call twice."""
+        self._worker.close()
+        self._transport.close()
+
+    def __enter__(self) -> "GradientSync":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Queue ``bucket`` for the worker thread; the future completes with its own buffer."""
+        if self.error is not None:
+            raise SyncError(f"synchronisation failed in an earlier step: {self.error}") from self.error
+        if self._worker.closed:
+            raise SyncError(
+                "this model's GradientSync was closed; build a new DistributedDataParallel to go on"
+            )
+        buffer = bucket.buffer()
+        check_gradient(buffer)
+        layout = self._layout(bucket)
+        first, last = bucket.index() == 0, bucket.is_last()
+        # Outside of backward DDP calls hooks only on behalf of a rank that has run out of data.
+        joined = torch._C._current_graph_task_id() == -1
+        devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
+        submitted = time.perf_counter()
+
+        def work() -> None:
+            try:
+                if ready is not None:
+                    torch.cuda.current_stream(buffer.device).wait_event(ready)
+                if first:
+                    self._reducer.abandon_step()
+                self._reducer.reduce_(layout, buffer, last=last, joined=joined)
+                if last:
+                    self.stats.exposed(time.perf_counter() - submitted)
+            except Exception as error:
+                self.error = self.error or error
+                future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                future.set_result(buffer)
+
+        self._worker.submit(work)
+        return future
+
+    def _layout(self, bucket: GradBucket) -> BucketLayout:
+        parameters = bucket.parameters()
+        key = tuple(map(id, parameters))
+        if key not in self._layouts:
+            names = tuple(self._names[i] for i in key)
+            self._layouts[key] = BucketLayout(names, tuple(p.shape for p in parameters))
+        return self._layouts[key]
+
+
+def compressed_hook(state: GradientSync, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook that ``attach`` registers; ``state`` is the GradientSync."""
+    return state.on_bucket(bucket)
+
+
+def attach(model: DistributedDataParallel, config: CompressionConfig | None = None) -> GradientSync:
+    """Make ``model`` synchronise its gradients compressed. All ranks call it, before training.
+
+    Compares configuration, parameters and versions over all ranks first, and raises SyncError on
+    all of them if any differ. Keep what it returns: it has the statistics and the state.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"attach needs a DistributedDataParallel model, got {type(model).__name__}; wrap it first, or "
+            "use DistributedBackend in a loop of your own"
+        )
+    sync = GradientSync(model, config or CompressionConfig())
+    try:
+        model.register_comm_hook(sync, compressed_hook)
+    except BaseException:
+        sync.close()
+        raise
+    return sync
+
+
+def _check_model(model: torch.nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Raises before anything is sent if some parameter's gradient could not be compressed."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            raise TypeError(
+                f"{name.removeprefix('module.')!r} has sparse gradients; build it with sparse=False, or keep "
+                "it out of this DDP model"
+            )
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            check_gradient(parameter)
+            split_by_size(BucketLayout((name,), (parameter.shape,)))

@@ -1,0 +1,105 @@
+"""PowerSGD's two rounds. (Vogels et al., 2019; why not torch's own hook: docs/adr/0005.)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..compression import PowerSGDCompressor
+from ..compression.powersgd import first_factor, matrix_shape, orthogonal, worthwhile
+from ..kernels.reference import all_finite
+from ..layout import BucketLayout
+from ..types import Clock, CompressionConfig, Slot, Stamp, Transport
+
+
+class LowRank:
+    """Each matrix M of the bucket as left @ right.T, both averaged over the workers.
+
+    1. left = orthogonal(mean of M_i @ right of the last step); vectors and small matrices are
+       averaged whole in the same all-reduce.
+    2. right = mean of M_i.T @ left.
+
+    Worker i sent left @ (M_i.T @ left).T, whose mean is the result: that, and not the mean, is
+    subtracted from its residual. So the law holds here too.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        compressor: PowerSGDCompressor,
+        config: CompressionConfig,
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        self._net, self._layout = transport, layout
+        self._matrices: dict[str, tuple[int, int]] = {}
+        self._right: dict[str, Slot] = {}
+        for name, shape in zip(layout.names, layout.shapes, strict=True):
+            rows, columns = matrix_shape(shape)
+            if worthwhile(rows, columns, compressor.rank):
+                self._matrices[name] = (rows, columns)
+                start = first_factor(columns, compressor.rank, Stamp(compressor.seed), device)
+                self._right[name] = Slot(start)
+        self.slots = list(self._right.values())
+        whole = layout.numel - sum(rows * columns for rows, columns in self._matrices.values())
+        floats = whole + sum((r + c) * compressor.rank for r, c in self._matrices.values())
+        self.traffic = 2 * (transport.world_size - 1) * floats * 4 // transport.world_size
+
+    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, joined: bool) -> bool:
+        if joined:
+            bucket, memory = bucket.zero_(), None
+        with clock.phase("select"):
+            due = torch.empty_like(bucket, dtype=torch.float32) if memory is None else memory.new
+            torch.add(bucket, 0.0 if memory is None else memory.old, out=due)
+            views = self._layout.views(due)
+            matrices = {name: views[name].reshape(shape) for name, shape in self._matrices.items()}
+            whole = {name: view.reshape(-1) for name, view in views.items() if name not in matrices}
+            lefts = {name: matrix @ self._right[name].old for name, matrix in matrices.items()}
+        lefts, means = self._average([lefts, whole], clock)
+        with clock.phase("encode"):
+            lefts = {name: orthogonal(left) for name, left in lefts.items()}
+            rights = {name: matrices[name].T @ left for name, left in lefts.items()}
+            for name, matrix in matrices.items():
+                matrix -= lefts[name] @ rights[name].T
+            for view in whole.values():
+                view.zero_()
+        (rights,) = self._average([rights], clock)
+        clock.traffic(self.traffic, self.traffic)
+        with clock.phase("decode"):
+            out = self._layout.views(bucket)
+            for name, right in rights.items():
+                self._right[name].new.copy_(right)
+                out[name].copy_((lefts[name] @ right.T).view_as(out[name]))
+            for name, mean in means.items():
+                out[name].copy_(mean.view_as(out[name]))
+            # A NaN on one rank is in every rank's sums by now, so all ranks decide alike.
+            if not all_finite(bucket):
+                bucket.fill_(torch.nan)
+                return False
+        return True
+
+    def _average(self, groups: list[dict[str, Tensor]], clock: Clock) -> list[dict[str, Tensor]]:
+        """Every tensor's mean over the workers, all in one all-reduce."""
+        tensors = [tensor for group in groups for tensor in group.values()]
+        if not tensors:
+            return groups
+        with clock.phase("wait"):
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            self._net.all_reduce(flat)
+            flat /= self._net.world_size
+        parts = iter(torch.split(flat, [tensor.numel() for tensor in tensors]))
+        return [{name: next(parts).view(tensor.shape) for name, tensor in group.items()} for group in groups]
+
+    def fold_(self, residual: Tensor) -> None:
+        """The right factors are a guess to start from: nothing is owed for them."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: slot.old.clone() for name, slot in self._right.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, slot in self._right.items():
+            if name not in state or state[name].shape != slot.old.shape:
+                raise ValueError(f"state has no right factor of shape {tuple(slot.old.shape)} for {name!r}")
+            slot.old.copy_(state[name])

@@ -1,0 +1,102 @@
+"""From a gradient and a residual to messages, and from messages to a sum. The law lives here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..compression import BaseCompressor
+from ..kernels.reference import all_finite
+from ..layout import Partition
+from ..types import Clock, Payload, Slot, Stamp
+from ..wire import Decoded
+
+
+class Packer:
+    """Makes the messages of one bucket, one for each shard, all of one size; and reads them."""
+
+    def __init__(
+        self, compressor: BaseCompressor, part: Partition, small: Tensor, *, scaled: bool = True
+    ) -> None:
+        """``small`` are the bucket positions of tensors that travel whole.
+
+        ``scaled``: these are a worker's own messages, to which the compressor's scaling applies,
+        and not a result that was scaled before.
+        """
+        self.compressor = compressor
+        self.codec = compressor.codec
+        self.part = part
+        self.scaled = scaled
+        shards = range(part.shards)
+        self.small_local = [part.to_local(small, s) for s in shards]
+        self.small = [part.to_global(local, s) for s, local in enumerate(self.small_local)]
+        self._shapes = [(part.local_numel(s), part.k(s), self.small[s].numel()) for s in shards]
+        self._nbytes = [self.codec.nbytes(*shape) for shape in self._shapes]
+        self.row_bytes = max(self._nbytes)
+
+    def pack_(self, gradient: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock) -> Tensor:
+        """Messages (shards, row_bytes) for ``memory.old + gradient``; the rest to ``memory.new``.
+
+        The law: ``old + gradient == decode(own messages) + new``. May overwrite ``gradient`` where
+        small tensors lie. If anything is not finite, every message says so and ``memory.new``
+        means nothing.
+        """
+        with clock.phase("select"):
+            gradient = gradient.to(torch.float32)
+            residual = memory.old if memory else None
+            out = memory.new if memory else torch.empty_like(gradient)
+            small = [self._detach_(gradient, residual, positions) for positions in self.small]
+            taken, finite = self.compressor.take_parts(residual, gradient, out, self.part, stamp)
+            finite = finite and all(map(all_finite, small))
+        with clock.phase("encode"):
+            rows = gradient.new_zeros((self.part.shards, self.row_bytes), dtype=torch.uint8)
+            for shard in range(self.part.shards):
+                where = stamp._replace(shard=stamp.shard + shard)
+                if finite:
+                    row = self._encode(shard, taken[shard], small[shard], out, where)
+                else:
+                    shape = self._shapes[shard]
+                    row = self.codec.encode_not_finite(*shape, where, gradient.device)
+                rows[shard, : row.numel()] = row
+        return rows
+
+    @staticmethod
+    def _detach_(gradient: Tensor, residual: Tensor | None, positions: Tensor) -> Tensor:
+        """Take what is due at ``positions`` out of the sum, so that selection passes over it."""
+        due = gradient[positions]
+        if residual is None:
+            gradient[positions] = 0
+            return due
+        owed = residual[positions]
+        gradient[positions] = -owed
+        return due + owed
+
+    def _encode(
+        self, shard: int, taken: tuple[Tensor, Tensor], small: Tensor, out: Tensor, stamp: Stamp
+    ) -> Tensor:
+        """One shard's message; what rounding takes from it is left in ``out``."""
+        values, indices = taken
+        numel, k, _ = self._shapes[shard]
+        sent = self.compressor.scale(values, k, numel) if self.scaled else values
+        payload = Payload(sent, indices, torch.Size([numel]))
+        message, seen, seen_small = self.codec.encode(payload, k=k, dense=small, stamp=stamp)
+        out[self.part.to_global(indices, shard)] = values - seen
+        out[self.small[shard]] = small - seen_small
+        return message
+
+    def unpack(self, row: Tensor, shard: int, stamp: Stamp) -> Decoded:
+        """Check and read a message about ``shard``; raises WireError."""
+        numel, k, dense = self._shapes[shard]
+        return self.codec.decode(row[: self._nbytes[shard]], numel=numel, k=k, dense=dense, stamp=stamp)
+
+    def add_(self, out: Tensor, message: Decoded, shard: int, scale: float) -> None:
+        """Add ``scale`` times a message about ``shard`` into the whole bucket."""
+        values, indices, _ = message.payload
+        out[self.part.to_global(indices, shard)] += values * scale
+        out[self.small[shard]] += message.dense * scale
+
+    def add_local_(self, out: Tensor, message: Decoded, shard: int, scale: float) -> None:
+        """Add ``scale`` times a message about ``shard`` into that shard's own elements."""
+        values, indices, _ = message.payload
+        out[indices] += values * scale
+        out[self.small_local[shard]] += message.dense * scale

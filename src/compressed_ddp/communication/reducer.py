@@ -1,0 +1,278 @@
+"""Buckets in, means out: which collective serves which bucket, and one transaction a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..compression import BaseCompressor
+from ..error_feedback import ErrorFeedbackBuffer
+from ..error_feedback.state import STATE_FORMAT, SavedBucket, check_state, fold_owner_
+from ..kernels import describe
+from ..layout import BucketLayout
+from ..metrics import Ledger
+from ..types import (
+    MAX_NUMEL,
+    Collective,
+    CollectiveFactory,
+    CompressionConfig,
+    Slot,
+    Stamp,
+    Transport,
+    unknown_name,
+)
+from .collectives import AllGather, Sharded
+from .handshake import handshake
+from .lowrank import LowRank
+
+COLLECTIVES: dict[str, CollectiveFactory] = {
+    "allgather": AllGather,
+    "sharded": Sharded,
+    "lowrank": LowRank,
+}
+
+
+class _Lane(NamedTuple):
+    name: str
+    collective: Collective
+
+
+class Reducer:
+    """Owns the residuals and everything else that a rank remembers between steps.
+
+    A step is a transaction: buckets are reduced one by one, and only when the last one is
+    through, and nobody's gradient was NaN or infinite, do the new residuals replace the old.
+    Not thread-safe: one thread reduces, and state is read and loaded between steps.
+    """
+
+    def __init__(
+        self,
+        compressor: BaseCompressor,
+        config: CompressionConfig,
+        transport: Transport,
+        memory: ErrorFeedbackBuffer | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """``device`` is where start-up messages travel from; gradients say their own."""
+        self.compressor = compressor
+        self._device = device or torch.device("cpu")
+        self.config = resolve(config, compressor)
+        self.transport = transport
+        self.memory = memory if memory is not None else ErrorFeedbackBuffer()
+        self.stats = Ledger(_method(self.config, compressor), describe(), bool(self.config.error_feedback))
+        self.step = 0
+        self._lanes: dict[BucketLayout, _Lane] = {}
+        self._order: list[BucketLayout] = []
+        self._plan: list[SavedBucket] = []
+        self._seen: list[BucketLayout] = []
+        self._touched: list[Slot] = []
+        self._finite = True
+
+    def reduce_(self, layout: BucketLayout, bucket: Tensor, *, last: bool, joined: bool = False) -> None:
+        """Overwrite ``bucket`` with the mean over all workers; ``last`` ends the step.
+
+        A bucket that a loaded state knows as several is reduced as several, so that a resumed
+        run chooses what the uninterrupted run would have chosen.
+        """
+        parts = self._planned(layout) or split_by_size(layout)
+        if self.transport.world_size > 1 and layout.numel > 0:
+            if len(parts) == 1:
+                self._reduce_part_(layout, bucket, joined)
+            else:
+                self._reduce_parts_(layout, parts, bucket, joined)
+        if last:
+            self._end_step()
+
+    def abandon_step(self) -> None:
+        """Forget a step that was begun and not ended: residuals are as before it."""
+        self._touched, self._finite, self._seen = [], True, []
+
+    def _reduce_part_(self, layout: BucketLayout, bucket: Tensor, joined: bool) -> None:
+        lane = self._lanes.get(layout) or self._new_lane(layout, bucket.device)
+        memory = self.memory.open(layout, bucket.device) if self.config.error_feedback else None
+        stamp = Stamp(self.config.seed, self.step, len(self._seen), sender=self.transport.rank)
+        self._seen.append(layout)
+        finite = lane.collective.mean_(bucket, memory, stamp, self.stats, joined)
+        self._finite &= finite
+        self._touched += lane.collective.slots
+        if memory is not None and not joined:
+            self._touched.append(memory)
+        self.stats.bucket(bucket.numel() * bucket.element_size(), self.transport.world_size)
+
+    def _reduce_parts_(
+        self, layout: BucketLayout, parts: Sequence[BucketLayout], bucket: Tensor, joined: bool
+    ) -> None:
+        views = layout.views(bucket)
+        for part in parts:
+            flat = torch.cat([views[name].reshape(-1) for name in part.names])
+            self._reduce_part_(part, flat, joined)
+            for name, view in part.views(flat).items():
+                views[name].copy_(view)
+
+    def _end_step(self) -> None:
+        if self._finite:
+            for slot in self._touched:
+                slot.commit()
+        if self._seen:
+            self._order = self._seen
+        self.stats.collectives = {}
+        for layout in self._order:
+            way = self._lanes[layout].name
+            self.stats.collectives[way] = self.stats.collectives.get(way, 0) + 1
+        self.stats.close_step(finite=self._finite)
+        self.step += 1
+        self.abandon_step()
+
+    # --- layouts ---------------------------------------------------------------------------
+
+    def _new_lane(self, layout: BucketLayout, device: torch.device) -> _Lane:
+        """A collective for a bucket not seen before; buckets that it replaces hand over."""
+        names = set(layout.names)
+        for old in [known for known in self._lanes if names.intersection(known.names)]:
+            lane = self._lanes.pop(old)
+            if self.config.error_feedback:
+                lane.collective.fold_(self.memory.open(old, device).old)
+        lane = choose(layout, self.compressor, self.config, self.transport, device)
+        for saved in self._plan:
+            if saved.state and names.intersection(saved.layout.names):
+                if saved.layout == layout and saved.way == lane.name:
+                    lane.collective.load_state_dict(saved.state)
+                elif self.config.error_feedback:
+                    self._fold_saved(saved, device)
+                saved.state.clear()
+        self._lanes[layout] = lane
+        return lane
+
+    def _fold_saved(self, saved: SavedBucket, device: torch.device) -> None:
+        """A loaded bucket that no longer exists: what its owner owed goes to the residual."""
+        residual = self.memory.open(saved.layout, device).old
+        if "owner" in saved.state:
+            net = self.transport
+            fold_owner_(residual, saved.state["owner"].to(device), net.rank, net.world_size)
+
+    def _planned(self, layout: BucketLayout) -> list[BucketLayout]:
+        """The loaded state's buckets, if ``layout`` is exactly several of them put together."""
+        if not self._plan or layout in self._lanes:
+            return []
+        names = set(layout.names)
+        parts = [saved.layout for saved in self._plan if names.issuperset(saved.layout.names)]
+        covered = [name for part in parts for name in part.names]
+        return parts if len(covered) == len(names) and set(covered) == names else []
+
+    # --- state -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of everything that the next step depends on: tensors and plain values only."""
+        lanes = [(layout, self._lanes[layout]) for layout in self._order if layout in self._lanes]
+        buckets = [SavedBucket(layout, lane.name, lane.collective.state_dict()) for layout, lane in lanes]
+        return {
+            "format": STATE_FORMAT,
+            "step": self.step,
+            "rank": self.transport.rank,
+            "world_size": self.transport.world_size,
+            "config": self.config.as_dict(),
+            "residuals": self.memory.state_dict(),
+            "buckets": [bucket.as_dict() for bucket in buckets],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
+        """Go on where ``state`` was saved; ``shapes`` are the model's parameters, to check against.
+
+        All ranks call it together. If any rank's state does not fit, or they are of different
+        steps, every rank raises and nothing is changed anywhere.
+        """
+        problem: ValueError | None = None
+        try:
+            check_state(state, self.transport.rank, self.transport.world_size, shapes)
+        except ValueError as error:
+            problem = error
+        told: dict[str, Any] = {"problem": problem and str(problem)}
+        if problem is None:
+            told |= {
+                "step": state["step"],
+                "buckets": [bucket["names"] for bucket in state["buckets"]],
+            }
+        try:
+            handshake(self.transport, {"state": told}, self._device)
+        finally:
+            if problem is not None:
+                raise problem
+        self.memory.load_state_dict(state["residuals"])
+        self.step = int(state["step"])
+        self._plan = [SavedBucket.from_dict(bucket) for bucket in state["buckets"]]
+        self._lanes, self._order = {}, []
+        self.abandon_step()
+
+
+def resolve(config: CompressionConfig, compressor: BaseCompressor) -> CompressionConfig:
+    """``config`` with every choice made; raises ValueError where it asks for what cannot be."""
+    feedback = config.error_feedback
+    if feedback is None:
+        feedback = not compressor.unbiased
+    if feedback and not compressor.contraction:
+        raise ValueError(
+            f"error_feedback=True with {compressor.name!r}: its error can exceed the signal, so the "
+            "residual would grow without bound. It is unbiased and works without: leave error_feedback out"
+        )
+    if config.scope not in compressor.scopes:
+        raise ValueError(f"{compressor.name!r} has no scope={config.scope!r}; use {compressor.scopes[0]!r}")
+    if config.collective not in ("auto", *COLLECTIVES):
+        raise unknown_name("collective", config.collective, ("auto", *compressor.collectives))
+    if config.collective not in ("auto", *compressor.collectives):
+        raise ValueError(
+            f"{compressor.name!r} cannot travel by {config.collective!r}; "
+            f"use auto or {' or '.join(compressor.collectives)}"
+        )
+    return replace(config, compressor=compressor.name, error_feedback=feedback)
+
+
+def choose(
+    layout: BucketLayout,
+    compressor: BaseCompressor,
+    config: CompressionConfig,
+    transport: Transport,
+    device: torch.device,
+) -> _Lane:
+    """The collective for one bucket. All ranks choose alike: nothing but sizes matters.
+
+    ``auto`` counts bytes. Sharded has a second round, and an owner's second choice costs a
+    little accuracy, so where it chooses (fewer entries than elements) it must halve the bytes.
+    """
+    names = compressor.collectives if config.collective == "auto" else (config.collective,)
+    lanes = [_Lane(name, COLLECTIVES[name](layout, compressor, config, transport, device)) for name in names]
+    best = lanes[0]
+    for other in lanes[1:]:
+        worth = 2 if compressor.quota(layout.numel) < layout.numel else 1
+        if other.collective.traffic * worth < best.collective.traffic + worth:
+            best = other
+    return best
+
+
+def split_by_size(layout: BucketLayout, limit: int = MAX_NUMEL) -> list[BucketLayout]:
+    """``layout`` as consecutive buckets that the wire format can number; most often itself."""
+    parts: list[tuple[list[str], list[torch.Size]]] = [([], [])]
+    size = 0
+    for name, shape in zip(layout.names, layout.shapes, strict=True):
+        if shape.numel() > limit:
+            raise ValueError(
+                f"parameter {name!r} has {shape.numel():,} elements; one message can number "
+                f"{limit:,}. Split the parameter, or keep it out of this DDP model"
+            )
+        if size + shape.numel() > limit:
+            parts.append(([], []))
+            size = 0
+        parts[-1][0].append(name)
+        parts[-1][1].append(shape)
+        size += shape.numel()
+    if len(parts) == 1:
+        return [layout]
+    return [BucketLayout(tuple(names), tuple(shapes)) for names, shapes in parts]
+
+
+def _method(config: CompressionConfig, compressor: BaseCompressor) -> str:
+    sparse = len(compressor.value_formats) > 1 and compressor.ratio < 1
+    return f"{compressor.name}, ratio {config.ratio:g}, {config.values} values" if sparse else compressor.name

@@ -1,0 +1,162 @@
+"""Networks: a torch process group, or threads of one process. Both keep the same contract."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..types import SyncError, Transport
+
+
+# torch 2.13 renamed it and warns about the old name.
+_all_gather: Callable[..., Any] = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+
+
+class TorchTransport:
+    """A process group of our own, so that our messages never interleave with the user's.
+
+    Works with any backend that moves uint8 tensors; tested with gloo.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup | None = None, timeout: float = 60.0) -> None:
+        """All ranks of ``parent`` (default: the world) must construct it together."""
+        ranks = dist.get_process_group_ranks(parent or dist.group.WORLD)
+        self._whole = len(ranks) == dist.get_world_size()
+        # Only members of ``parent`` are here, so a part of the world must not wait for the rest.
+        self.group: Any = dist.new_group(
+            ranks=ranks,
+            timeout=timedelta(seconds=timeout),
+            backend=dist.get_backend(parent),
+            use_local_synchronization=not self._whole,
+        )
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
+        self.timeout = timeout
+
+    def all_gather(self, out: Tensor, row: Tensor) -> None:
+        with self._named("all-gather"):
+            _all_gather(out.view(-1), row, group=self.group)
+
+    def all_to_all(self, out: Tensor, rows: Tensor) -> None:
+        with self._named("all-to-all"):
+            dist.all_to_all_single(out.view(-1), rows.view(-1), group=self.group)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        with self._named("all-reduce"):
+            dist.all_reduce(tensor, group=self.group)
+
+    def alive(self) -> bool:
+        try:
+            return dist.is_initialized() and dist.get_rank(self.group) >= 0
+        except (RuntimeError, ValueError):
+            return False
+
+    def close(self) -> None:
+        """Give the group back. Without effect if the user destroyed all groups already.
+
+        torch names a locally synchronised group after its members and how many groups there are,
+        so destroying one would let the next take its name, and its stale addresses: such a group
+        lives until the user destroys them all.
+        """
+        if self._whole and self.alive():
+            dist.destroy_process_group(self.group)
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise SyncError(
+                f"{what} failed on rank {self.rank} of {self.world_size}: a peer is gone or silent "
+                f"for {self.timeout:g} s ({error})"
+            ) from error
+
+
+class InProcessTransport:
+    """One rank of a network of threads. For tests, teaching and simulation."""
+
+    def __init__(self, hub: InProcessHub, rank: int) -> None:
+        self._hub, self.rank, self.world_size = hub, rank, hub.world_size
+
+    def all_gather(self, out: Tensor, row: Tensor) -> None:
+        rows = self._hub.exchange(self.rank, row)
+        out.view(self.world_size, -1).copy_(torch.stack(rows).view(self.world_size, -1))
+        self._hub.wait()
+
+    def all_to_all(self, out: Tensor, rows: Tensor) -> None:
+        all_rows = self._hub.exchange(self.rank, rows.view(self.world_size, -1))
+        out.view(self.world_size, -1).copy_(torch.stack([theirs[self.rank] for theirs in all_rows]))
+        self._hub.wait()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        total = torch.stack(self._hub.exchange(self.rank, tensor)).sum(0)
+        self._hub.wait()
+        tensor.copy_(total)
+
+    def alive(self) -> bool:
+        return not self._hub.broken()
+
+    def close(self) -> None:
+        pass
+
+
+class InProcessHub:
+    """What the threads of an in-process network share."""
+
+    def __init__(self, world_size: int, timeout: float = 60.0) -> None:
+        self.world_size = world_size
+        self._slots: list[Tensor | None] = [None] * world_size
+        self._barrier = threading.Barrier(world_size, timeout=timeout)
+
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        """Everyone's tensor; the caller must read it before its next ``wait``."""
+        self._slots[rank] = tensor
+        self.wait()
+        return [slot for slot in self._slots if slot is not None]
+
+    def wait(self) -> None:
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise SyncError("a peer of this in-process network is gone or silent") from error
+
+    def broken(self) -> bool:
+        return self._barrier.broken
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+def run_in_process(world_size: int, work: Callable[[Transport], Any], timeout: float = 60.0) -> list[Any]:
+    """Run ``work(transport)`` on one thread a rank; their results in rank order.
+
+    The first error of any rank is raised, after all threads have ended.
+    """
+    hub = InProcessHub(world_size, timeout)
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException] = []
+
+    def main(rank: int) -> None:
+        try:
+            results[rank] = work(InProcessTransport(hub, rank))
+        except BaseException as error:  # handed to the caller below, whatever it is
+            errors.append(error)
+            hub.abort()
+
+    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

@@ -1,0 +1,76 @@
+"""The thread that owns the process group: work in, futures out, in order."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+_IDLE_SECONDS = 0.5
+"""How often an idle worker looks whether its process group still exists."""
+
+
+class Worker:
+    """Runs submitted work one after the other on a thread of its own.
+
+    The thread ends on ``close``, at interpreter exit, and soon after ``alive`` turns false (the
+    user destroyed the process group). It is started by the first piece of work.
+    """
+
+    def __init__(self, alive: Callable[[], bool], name: str = "compressed-ddp") -> None:
+        self._alive, self._name = alive, name
+        self._queue: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self.closed = False
+        self._at_exit = _close_at_exit(self)
+
+    def submit(self, work: Callable[[], Any]) -> None:
+        """Queue ``work``; it must deal with its own errors."""
+        with self._lock:
+            if self.closed:
+                raise RuntimeError("this worker is closed")
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._queue.put(work)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finish what is queued, then end the thread. Safe to call twice, and from any thread."""
+        with self._lock:
+            self.closed = True
+            thread, self._thread = self._thread, None
+        atexit.unregister(self._at_exit)
+        if thread is not None and thread is not threading.current_thread():
+            self._queue.put(None)
+            thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                work = self._queue.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self._queue.empty() and not self._alive():
+                        self._thread = None
+                        return
+                continue
+            if work is None:
+                return
+            work()
+
+
+def _close_at_exit(worker: Worker) -> Callable[[], None]:
+    """Join the thread before the interpreter is torn down, without keeping ``worker`` alive."""
+    reference = weakref.ref(worker)
+
+    def close() -> None:
+        living = reference()
+        if living is not None:
+            living.close(timeout=5.0)
+
+    atexit.register(close)
+    return close

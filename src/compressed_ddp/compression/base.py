@@ -1,0 +1,170 @@
+"""What every compressor shares: selection is the only part that a child must write."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..kernels.reference import all_finite, take_selected
+from ..layout import Partition, Quota
+from ..types import Payload, Stamp, unknown_name
+from ..wire import SPARSE_VALUES, MessageCodec
+
+
+@dataclass
+class CompressStats:
+    """What one compressor has done so far: calls, bytes in, bytes as they would travel, time."""
+
+    total_calls: int = 0
+    total_bytes_original: int = 0
+    total_bytes_compressed: int = 0
+    total_time_ms: float = 0.0
+
+    def compression_ratio(self) -> float:
+        """Percent of bandwidth saved: 0 for nothing (or no call yet), 99 for a hundredth left."""
+        if self.total_bytes_original == 0:
+            return 0.0
+        return 100.0 * (1.0 - self.total_bytes_compressed / self.total_bytes_original)
+
+
+class BaseCompressor(ABC):
+    """Chooses entries (``select``) and fixes how they travel (``codec``).
+
+    A message is the chosen entries in the codec's value format. What rounding loses is not lost:
+    whoever keeps a residual puts it there (see ``take_``).
+    """
+
+    name: ClassVar[str]
+    index_format: ClassVar[str] = "elias_fano"
+    value_formats: ClassVar[tuple[str, ...]] = SPARSE_VALUES
+    """Formats the values may travel in; a single one belongs to the method itself."""
+    collectives: ClassVar[tuple[str, ...]] = ("allgather", "sharded")
+    """Ways this compressor can be exchanged; ``auto`` chooses among them by bytes."""
+    scopes: ClassVar[tuple[str, ...]] = ("bucket", "tensor")
+    small_tensors_apart: ClassVar[bool] = True
+    """Whether tensors below ``min_compress_numel`` travel whole beside the chosen entries."""
+    contraction: bool = True
+    """Compressing never leaves more error than there was signal, so error feedback converges."""
+    unbiased: bool = False
+    """The expectation of what is sent is the gradient itself, so it works without a residual."""
+
+    def __init__(self, ratio: float = 1.0, *, values: str = "fp32", seed: int = 0) -> None:
+        if not 0.0 < ratio <= 1.0:
+            raise ValueError(f"ratio must be in (0, 1], got {ratio!r}; 0.01 sends one entry in a hundred")
+        if values not in self.value_formats:
+            raise unknown_name(f"value format for {self.name!r}:", values, self.value_formats)
+        self.ratio = ratio
+        self.seed = seed
+        self.codec = MessageCodec.named(self.index_format, values)
+        self.stats = CompressStats()
+
+    def quota(self, numel: int) -> int:
+        """k: how many of ``numel`` entries a message has room for; at least one, if there are any."""
+        return min(numel, max(1, math.ceil(self.ratio * numel)))
+
+    @abstractmethod
+    def select(self, flat: Tensor, k: int, stamp: Stamp) -> Tensor:
+        """At most ``k`` positions in ``flat``, strictly increasing."""
+
+    def scale(self, values: Tensor, k: int, numel: int) -> Tensor:
+        """What is sent for the chosen ``values``; the values themselves, but for unbiased Random-K."""
+        return values
+
+    def compress(self, tensor: Tensor) -> Payload:
+        """The entries that would travel, as a receiver would see them. Reads ``tensor`` only."""
+        start = time.perf_counter()
+        check_gradient(tensor)
+        flat = tensor.detach().reshape(-1).to(torch.float32)
+        if not all_finite(flat):
+            raise ValueError("cannot compress a tensor with NaN or infinite entries; skip the step")
+        n, k = flat.numel(), self.quota(flat.numel())
+        stamp = Stamp(self.seed, self.stats.total_calls)
+        indices = self.select(flat, k, stamp)
+        payload = Payload(self.scale(flat[indices], k, n), indices, torch.Size([n]))
+        seen = self.seen(payload, stamp)
+        self.stats.total_calls += 1
+        self.stats.total_bytes_original += n * tensor.element_size()
+        self.stats.total_bytes_compressed += self.codec.nbytes(n, k)
+        self.stats.total_time_ms += (time.perf_counter() - start) * 1e3
+        return Payload(seen, indices, tensor.shape)
+
+    def seen(self, payload: Payload, stamp: Stamp) -> Tensor:
+        """``payload``'s values after the rounding that belongs to the method itself."""
+        if len(self.value_formats) > 1:
+            return payload.values
+        return self.codec.encode(payload, stamp=stamp).values
+
+    def decompress(self, values: Tensor, indices: Tensor, shape: torch.Size) -> Tensor:
+        """A new tensor of ``shape`` with ``values`` at ``indices`` and zeros elsewhere."""
+        shape = torch.Size(shape)
+        n = shape.numel()
+        if values.numel() != indices.numel():
+            raise ValueError(f"{values.numel()} values for {indices.numel()} indices")
+        if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= n):
+            raise ValueError(f"indices reach outside a tensor of {n} elements")
+        out = torch.zeros(n, device=values.device, dtype=values.dtype)
+        out[indices] = values
+        return out.view(shape)
+
+    def take_(self, residual: Tensor, gradient: Tensor) -> Payload:
+        """``residual += gradient``, less what is returned: nothing is lost, only delayed.
+
+        ``residual`` must be float32 and have the gradient's shape. A gradient that is not finite
+        raises ValueError and leaves ``residual`` as it was.
+        """
+        check_gradient(gradient)
+        n = gradient.numel()
+        if residual.shape != gradient.shape or residual.dtype != torch.float32:
+            raise ValueError(
+                f"residual is {residual.dtype} {tuple(residual.shape)}, "
+                f"expected float32 {tuple(gradient.shape)}"
+            )
+        part = Partition(n, 1, ((Quota(0, n, self.quota(n)),) if n else (),))
+        stamp = Stamp(self.seed, self.stats.total_calls)
+        new = torch.empty_like(residual).view(-1)
+        flat = gradient.detach().reshape(-1).to(torch.float32)
+        taken, finite = self.take_parts(residual.reshape(-1), flat, new, part, stamp)
+        if not finite:
+            raise ValueError("the gradient is not finite; the residual was left as it was")
+        self.stats.total_calls += 1
+        values, indices = taken[0]
+        sent = self.scale(values, indices.numel(), n)
+        seen = self.seen(Payload(sent, indices, torch.Size([n])), stamp)
+        new[indices] = values - seen
+        residual.copy_(new.view(residual.shape))
+        return Payload(seen, indices, gradient.shape)
+
+    def take_parts(
+        self, residual: Tensor | None, gradient: Tensor, out: Tensor, part: Partition, stamp: Stamp
+    ) -> tuple[list[tuple[Tensor, Tensor]], bool]:
+        """``out = residual + gradient`` less each shard's choice, which is returned.
+
+        ``(values, local indices)`` for each shard, and whether the sum was finite; if it was
+        not, nothing is taken and ``out`` means nothing. ``residual`` and ``gradient`` are read.
+        """
+        first = stamp.shard
+
+        def pick(shard: int, flat: Tensor, k: int) -> Tensor:
+            return self.select(flat, k, stamp._replace(shard=first + shard))
+
+        return take_selected(residual, gradient, out, part, pick)
+
+
+def check_gradient(tensor: Tensor) -> None:
+    """Raises TypeError for what cannot be compressed, and says what to do instead."""
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            f"cannot compress a gradient of layout {tensor.layout}; build the embedding with sparse=False, "
+            "or keep that parameter out of this DDP model"
+        )
+    if not tensor.dtype.is_floating_point:
+        raise TypeError(
+            f"cannot compress a gradient of dtype {tensor.dtype}; only real floating point gradients "
+            "have magnitudes to choose by (view complex parameters as real)"
+        )

@@ -1,0 +1,236 @@
+"""Every kernel in plain torch: the definition of the right answer, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..layout import Partition
+from ..types import WireError
+
+# --- selection -----------------------------------------------------------------------------
+
+
+def topk_indices(flat: Tensor, k: int) -> Tensor:
+    """Positions of the k largest magnitudes, increasing; ties go to the lower index."""
+    n = flat.numel()
+    if k >= n:
+        return torch.arange(n, device=flat.device)
+    if k == 0:
+        return torch.empty(0, dtype=torch.int64, device=flat.device)
+    magnitude = flat.abs()
+    # topk alone leaves open which of several equal entries it returns, so only its smallest
+    # value is used: everything above it, and as many of its equals as there is room for.
+    kth = torch.topk(magnitude, k, sorted=False).values.min()
+    above = (magnitude > kth).nonzero().view(-1)
+    ties = (magnitude == kth).nonzero().view(-1)
+    return torch.cat([above, ties[: k - above.numel()]]).sort().values
+
+
+def take_topk(
+    residual: Tensor | None, gradient: Tensor, out: Tensor, part: Partition
+) -> tuple[list[tuple[Tensor, Tensor]], bool]:
+    """``out = residual + gradient`` less each shard's largest entries, which are returned."""
+    return take_selected(residual, gradient, out, part, lambda shard, flat, k: topk_indices(flat, k))
+
+
+def take_selected(
+    residual: Tensor | None,
+    gradient: Tensor,
+    out: Tensor,
+    part: Partition,
+    select: Callable[[int, Tensor, int], Tensor],
+) -> tuple[list[tuple[Tensor, Tensor]], bool]:
+    """``out = residual + gradient`` less what ``select(shard, elements, k)`` picks.
+
+    Returns ``(values, local indices)`` for each shard, and whether the sum was finite; if it was
+    not, nothing is taken and ``out`` means nothing. ``residual`` and ``gradient`` are read only.
+    """
+    if residual is None:
+        out.copy_(gradient)
+    else:
+        torch.add(residual, gradient, out=out)
+    if not all_finite(out):
+        return [], False
+    taken = []
+    for shard, local in enumerate(part.split(out)):
+        picked = [select(shard, local[a:b], k) + a for a, b, k in part.quotas[shard]]
+        indices = torch.cat(picked) if picked else _no_indices(out)
+        taken.append((local[indices], indices))
+    for shard, (_, indices) in enumerate(taken):
+        out[part.to_global(indices, shard)] = 0
+    return taken, True
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no entry is NaN or infinite (one synchronisation with the device)."""
+    return bool(torch.isfinite(tensor).all())
+
+
+def _no_indices(like: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device=like.device)
+
+
+# --- bits ----------------------------------------------------------------------------------
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Zeros and ones to bytes, the first bit lowest; the last byte is filled up with zeros."""
+    padded = torch.zeros(-(-bits.numel() // 8) * 8, dtype=torch.uint8, device=bits.device)
+    padded[: bits.numel()] = bits
+    weights = 1 << torch.arange(8, device=bits.device)
+    return (padded.view(-1, 8) * weights).sum(1).to(torch.uint8)
+
+
+def unpack_bits(data: Tensor) -> Tensor:
+    """Bytes to zeros and ones, eight a byte, the lowest bit first."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
+    return ((data.view(-1, 1) >> shifts) & 1).view(-1)
+
+
+def pack_uints(numbers: Tensor, width: int) -> Tensor:
+    """Each number's ``width`` lowest bits, end to end, as bytes."""
+    shifts = torch.arange(width, device=numbers.device)
+    return pack_bits(((numbers.view(-1, 1) >> shifts) & 1).view(-1).to(torch.uint8))
+
+
+def unpack_uints(data: Tensor, width: int, count: int) -> Tensor:
+    """The inverse of ``pack_uints``: ``count`` numbers as int64."""
+    bits = unpack_bits(data)[: width * count].view(count, width).to(torch.int64)
+    return (bits << torch.arange(width, device=data.device)).sum(1)
+
+
+# --- Elias-Fano index sets -----------------------------------------------------------------
+
+
+def ef_low_bits(numel: int, capacity: int) -> int:
+    """How many of each index's low bits are stored as they are."""
+    return max((numel // capacity).bit_length() - 1, 0) if capacity else 0
+
+
+def ef_nbytes(numel: int, capacity: int) -> int:
+    """Size of ``capacity`` indices below ``numel``: fixed, whatever the indices are."""
+    if capacity == 0:
+        return 0
+    low = ef_low_bits(numel, capacity)
+    return -(-low * capacity // 8) + -(-(capacity + (numel >> low) + 1) // 8)
+
+
+def ef_encode(indices: Tensor, numel: int, capacity: int) -> Tensor:
+    """Strictly increasing indices below ``numel``, at most ``capacity``, as Elias-Fano bytes.
+
+    The low bits of each index are packed; the high part of index i is a one at bit
+    ``high + i`` of a bitmap. Fewer indices than ``capacity`` leave zeros behind them.
+    """
+    out = torch.zeros(ef_nbytes(numel, capacity), dtype=torch.uint8, device=indices.device)
+    if indices.numel() == 0:
+        return out
+    low = ef_low_bits(numel, capacity)
+    lows = pack_uints(indices, low)
+    out[: lows.numel()] = lows
+    split = -(-low * capacity // 8)
+    bitmap = torch.zeros((out.numel() - split) * 8, dtype=torch.uint8, device=indices.device)
+    bitmap[(indices >> low) + torch.arange(indices.numel(), device=indices.device)] = 1
+    out[split:] = pack_bits(bitmap)
+    return out
+
+
+def ef_decode(data: Tensor, numel: int, capacity: int, count: int) -> Tensor:
+    """The inverse of ``ef_encode``; raises WireError for anything it could not have written."""
+    if data.numel() != ef_nbytes(numel, capacity):
+        raise WireError(f"index part has {data.numel()} bytes, not {ef_nbytes(numel, capacity)}")
+    if capacity == 0:
+        return _no_indices(data)
+    low = ef_low_bits(numel, capacity)
+    split = -(-low * capacity // 8)
+    ones = unpack_bits(data[split:]).nonzero().view(-1)
+    if ones.numel() != count:
+        raise WireError(f"index part holds {ones.numel()} entries, its header says {count}")
+    high = ones - torch.arange(count, device=data.device)
+    indices = (high << low) | unpack_uints(data[:split], low, count)
+    if count and int(indices[-1]) >= numel:
+        raise WireError(f"index {int(indices[-1])} is outside a bucket of {numel} elements")
+    if not bool((indices[1:] > indices[:-1]).all()):
+        raise WireError("indices are not strictly increasing")
+    return indices
+
+
+# --- logarithmic value codes ---------------------------------------------------------------
+#
+# A float32's bits below the sign, read as an integer, are a piecewise linear logarithm of its
+# magnitude. Quantising that integer is logarithmic quantisation without a logarithm: nothing
+# but integer arithmetic, so every machine gets the same bits. See docs/adr/0003.
+
+LOG_BLOCK = 64
+_OCTAVE = 1 << 23
+_LARGEST = 0x7F7F
+_OCTAVES = {8: 15, 4: 4}
+"""How far below a block's largest magnitude codes reach; what is smaller becomes zero."""
+
+
+def log_nbytes(bits: int, count: int) -> int:
+    """Size of ``count`` codes: four bytes for each block of 64, then the codes."""
+    return 4 * -(-count // LOG_BLOCK) + -(-count * bits // 8)
+
+
+def log_encode(values: Tensor, bits: int) -> Tensor:
+    """Finite float32 values to bytes (``log_nbytes`` of them)."""
+    count = values.numel()
+    keys = values.view(torch.int32).to(torch.int64)
+    negative, keys = keys < 0, keys & 0x7FFFFFFF
+    padded = torch.zeros(-(-count // LOG_BLOCK) * LOG_BLOCK, dtype=torch.int64, device=keys.device)
+    padded[:count] = keys
+    blocks = padded.view(-1, LOG_BLOCK)
+    highest = blocks.amax(1)
+    lowest = torch.where(blocks == 0, _LARGEST << 16, blocks).amin(1)
+    lowest = torch.maximum(lowest, highest - _OCTAVES[bits] * _OCTAVE).minimum(highest)
+    low16, high16 = lowest >> 16, ((highest + 0xFFFF) >> 16).clamp(max=_LARGEST)
+    base, step, top = _log_steps(low16, high16, bits)
+    # Round to the nearest step; below the lowest step, to zero or to that step.
+    codes = ((blocks - base + step // 2) // step + 1).clamp(1, top)
+    codes = torch.where((blocks == 0) | (blocks < base - _OCTAVE), 0, codes)
+    scales = torch.stack([low16, high16], 1).view(-1)
+    codes = codes.view(-1)[:count] | ((negative & (codes.view(-1)[:count] > 0)) << (bits - 1))
+    return torch.cat([pack_uints(scales, 16), pack_uints(codes, bits)])
+
+
+def log_decode(data: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of ``log_encode``; raises WireError for scales it could not have written."""
+    if data.numel() != log_nbytes(bits, count):
+        raise WireError(f"value part has {data.numel()} bytes, not {log_nbytes(bits, count)}")
+    n_blocks = -(-count // LOG_BLOCK)
+    scales = unpack_uints(data[: 4 * n_blocks], 16, 2 * n_blocks).view(n_blocks, 2)
+    low16, high16 = scales[:, 0], scales[:, 1]
+    if not bool(((low16 <= high16) & (high16 <= _LARGEST)).all()):
+        raise WireError("value part has a block whose smallest magnitude exceeds its largest")
+    base, step, top = _log_steps(low16, high16, bits)
+    codes = unpack_uints(data[4 * n_blocks :], bits, count)
+    levels, negative = codes & top, (codes > top).to(torch.int64)
+    block = torch.arange(count, device=data.device) // LOG_BLOCK
+    keys = torch.where(levels == 0, 0, base.view(-1)[block] + (levels - 1) * step.view(-1)[block])
+    return (keys - (negative << 31)).to(torch.int32).view(torch.float32)
+
+
+def _log_steps(low16: Tensor, high16: Tensor, bits: int) -> tuple[Tensor, Tensor, int]:
+    """Key of code 1, distance between codes (both a column), and the highest code."""
+    top = (1 << (bits - 1)) - 1
+    step = (((high16 - low16) << 16) // (top - 1)).clamp(min=1)
+    return (low16 << 16).view(-1, 1), step.view(-1, 1), top
+
+
+# --- checksum ------------------------------------------------------------------------------
+
+
+def checksum(message: Tensor) -> int:
+    """A 32-bit check: the message's 32-bit words, each times an odd weight of its position.
+
+    The sum wraps at 64 bits and its halves are folded together. Damage goes unseen about once in
+    2^32; it finds accidents and is no signature.
+    """
+    words = message.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    position = torch.arange(words.numel(), dtype=torch.int64, device=message.device)
+    weights = (position * 0x9E3779B1 + 0x85EBCA6B) | 1
+    total = int((words * weights).sum()) & 0xFFFFFFFFFFFFFFFF
+    return (total ^ (total >> 32)) & 0xFFFFFFFF

@@ -1,0 +1,183 @@
+"""Where everything lies in a bucket: parameters, interleaved shards, and how many entries each sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 64
+"""Shards are dealt in blocks of this many elements (see Partition)."""
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The parameters of one flat bucket, in order, by name. Hashable: it is the key of a bucket."""
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        return tuple(shape.numel() for shape in self.shapes)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter starts; one entry more than there are parameters."""
+        return (0, *accumulate(self.numels))
+
+    @property
+    def numel(self) -> int:
+        return self.offsets[-1]
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """``name``'s part of ``flat`` in the parameter's own shape, sharing memory."""
+        at = self._at[name]
+        return flat[self.offsets[at] : self.offsets[at + 1]].view(self.shapes[at])
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Each parameter's part of ``flat``."""
+        return {name: self.view(flat, name) for name in self.names}
+
+    @cached_property
+    def _at(self) -> dict[str, int]:
+        return {name: at for at, name in enumerate(self.names)}
+
+
+class Quota(NamedTuple):
+    """The ``k`` largest entries of a shard's own elements ``start`` to ``stop`` are to be sent."""
+
+    start: int
+    stop: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A flat bucket dealt to ``shards`` in interleaved blocks of 64 elements.
+
+    Block b belongs to shard ``b % shards``, so every shard is a fair sample of the bucket:
+    choosing k/P in each is as good as choosing k in all. Inside a shard elements keep their
+    order and are numbered from 0 (its *local* index). One shard is simply the bucket itself.
+    """
+
+    numel: int
+    shards: int
+    quotas: tuple[tuple[Quota, ...], ...]
+    """For each shard, disjoint local ranges in increasing order."""
+
+    def local_index(self, position: int, shard: int) -> int:
+        """How many elements of ``shard`` lie before global ``position``."""
+        rounds, rest = divmod(position, BLOCK * self.shards)
+        return rounds * BLOCK + min(max(rest - BLOCK * shard, 0), BLOCK)
+
+    def local_numel(self, shard: int) -> int:
+        return self.local_index(self.numel, shard)
+
+    def k(self, shard: int) -> int:
+        """How many entries a message about ``shard`` has room for."""
+        return sum(quota.k for quota in self.quotas[shard])
+
+    def to_global(self, local: Tensor, shard: int) -> Tensor:
+        """Positions in the bucket of a shard's local indices; order is kept."""
+        if self.shards == 1:
+            return local
+        return (local // BLOCK) * (BLOCK * self.shards) + shard * BLOCK + local % BLOCK
+
+    def to_local(self, positions: Tensor, shard: int) -> Tensor:
+        """Local indices of those bucket ``positions`` that lie in ``shard``; order is kept."""
+        mine = positions[(positions // BLOCK) % self.shards == shard]
+        return (mine // (BLOCK * self.shards)) * BLOCK + mine % BLOCK
+
+    def shard(self, shard: int) -> Partition:
+        """One shard as a bucket of its own, with the same quotas."""
+        return Partition(self.local_numel(shard), 1, (self.quotas[shard],))
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Each shard's elements in local order: ``flat`` itself for one shard, else copies."""
+        if self.shards == 1:
+            return [flat]
+        rounds = -(-self.numel // (BLOCK * self.shards))
+        padded = flat.new_zeros(rounds * self.shards * BLOCK)
+        padded[: self.numel] = flat
+        dealt = padded.view(rounds, self.shards, BLOCK).transpose(0, 1).reshape(self.shards, -1)
+        return [dealt[s, : self.local_numel(s)] for s in range(self.shards)]
+
+
+def deal(k: int, sizes: Sequence[int], first: int = 0) -> list[int]:
+    """Split ``k`` over bins of ``sizes`` in proportion, sum kept; leftovers go from bin ``first`` on.
+
+    Never gives a bin more than its size, given ``k <= sum(sizes)``.
+    """
+    total = sum(sizes)
+    if total == 0:
+        return [0] * len(sizes)
+    shares = [k * size // total for size in sizes]
+    left = k - sum(shares)
+    bin_ = first
+    while left > 0:
+        at = bin_ % len(sizes)
+        if shares[at] < sizes[at]:
+            shares[at] += 1
+            left -= 1
+        bin_ += 1
+    return shares
+
+
+def partition(
+    layout: BucketLayout,
+    shards: int,
+    quota: Callable[[int], int],
+    *,
+    scope: str = "bucket",
+    min_numel: int = 0,
+) -> Partition:
+    """How many entries each shard of a bucket sends, and from which ranges.
+
+    ``quota(numel)`` is the compressor's k. Tensors below ``min_numel`` do not count: they travel
+    whole (see ``small_positions``).
+    """
+    spans = [
+        (start, start + size)
+        for start, size in zip(layout.offsets, layout.numels, strict=False)
+        if size >= min_numel and size > 0
+    ]
+    if scope == "bucket" and spans:
+        ks = [quota(sum(stop - start for start, stop in spans))]
+        spans = [(0, layout.numel)]
+    else:
+        ks = [quota(stop - start) for start, stop in spans]
+    bare = Partition(layout.numel, shards, ())
+    quotas: list[list[Quota]] = [[] for _ in range(shards)]
+    first = 0
+    for (start, stop), k in zip(spans, ks, strict=True):
+        local = [(bare.local_index(start, s), bare.local_index(stop, s)) for s in range(shards)]
+        for s, share in enumerate(deal(k, [b - a for a, b in local], first)):
+            if share:
+                quotas[s].append(Quota(*local[s], share))
+        first += k
+    return Partition(layout.numel, shards, tuple(map(tuple, quotas)))
+
+
+def grown(part: Partition, factor: float) -> Partition:
+    """The same partition with every quota ``factor`` times as large, at most its whole range."""
+    quotas = tuple(
+        tuple(q._replace(k=min(q.stop - q.start, round(q.k * factor))) for q in shard)
+        for shard in part.quotas
+    )
+    return Partition(part.numel, part.shards, quotas)
+
+
+def small_positions(layout: BucketLayout, min_numel: int, device: torch.device) -> Tensor:
+    """Bucket positions of all tensors below ``min_numel`` elements, increasing."""
+    runs = [
+        torch.arange(start, start + size, device=device)
+        for start, size in zip(layout.offsets, layout.numels, strict=False)
+        if 0 < size < min_numel
+    ]
+    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)

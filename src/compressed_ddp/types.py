@@ -1,0 +1,258 @@
+"""The nouns everything else is written in: payload, stamp, configuration, protocols, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .layout import BucketLayout
+
+MAX_NUMEL = 2**31 - 1
+"""Largest bucket or tensor: element counts and indices travel as unsigned 32-bit words."""
+
+
+class WireError(ValueError):
+    """Bytes that are not a message we could have sent: truncated, damaged, foreign or out of turn."""
+
+
+class SyncError(RuntimeError):
+    """A peer or a collective failed, or the workers disagree about what they are training."""
+
+
+class Payload(NamedTuple):
+    """A compressed tensor. Unpacks as ``values, indices, shape``."""
+
+    values: Tensor
+    """float32, one per index."""
+    indices: Tensor
+    """int64 positions in the flattened tensor, strictly increasing."""
+    shape: torch.Size
+
+
+class Stamp(NamedTuple):
+    """Where and when a message was made: checked on arrival, and the root of all randomness.
+
+    Random draws depend on nothing but the stamp, so a resumed run draws what the
+    uninterrupted run would have drawn.
+    """
+
+    seed: int = 0
+    step: int = 0
+    bucket: int = 0
+    shard: int = 0
+    sender: int = 0
+    phase: int = 0
+    """0: from a worker; 1: from the owner of a shard, with the reduced result."""
+
+    def shared_seed(self) -> int:
+        """A seed that every worker derives alike (Random-K's index set)."""
+        return self._digest(self.seed, self.step, self.bucket, self.shard)
+
+    def private_seed(self) -> int:
+        """A seed of this message's own (stochastic rounding)."""
+        return self._digest(*self)
+
+    @staticmethod
+    def _digest(*parts: int) -> int:
+        text = ",".join(map(str, parts)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+NO_STAMP = Stamp()
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
+    """The error for a name that no registry holds, with the nearest one that it does hold."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"unknown {kind} {name!r}{hint} Known: {', '.join(names)}")
+
+
+@dataclass(frozen=True)
+class CompressionConfig:
+    """Everything that must be equal on all workers; compared over all of them at start-up.
+
+    Names (``compressor``, ``values``, ``collective``) are resolved by their registries when the
+    synchroniser is built; everything else is checked here.
+    """
+
+    compressor: str = "topk"
+    ratio: float = 0.01
+    """Share of the entries that a sparse compressor sends, in (0, 1]."""
+    values: str = "int8"
+    """How a sparse compressor's values travel: fp32, fp16, bf16, int8 or int4."""
+    collective: str = "auto"
+    """allgather, sharded, or auto (by bytes, bucket by bucket)."""
+    scope: str = "bucket"
+    """Where the k largest are sought: in the whole bucket, or in each tensor by itself."""
+    min_compress_numel: int = 256
+    """Tensors with fewer elements travel whole inside the same message."""
+    error_feedback: bool | None = None
+    """None: what the compressor is made for (on for biased ones, off for unbiased ones)."""
+    owner_factor: float = 1.0
+    """Sharded: owners pass on this many times the entries that one worker sent them."""
+    seed: int = 0
+    threshold: float | None = None
+    """``threshold`` compressor: a fixed magnitude; None estimates the k-th from a sample."""
+    levels: int = 127
+    """``qsgd``: quantisation levels, one less than a power of two."""
+    unbiased: bool = False
+    """``randomk``: scale by n/k, so that the expectation is the gradient itself."""
+    rank: int = 2
+    """``powersgd``: the rank of the approximation."""
+    sync_timeout: float = 60.0
+    """Seconds after which a silent peer is an error."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ratio, (int, float)) or not 0.0 < self.ratio <= 1.0:
+            raise ValueError(
+                f"ratio must be in (0, 1], got {self.ratio!r}; 0.01 sends one entry in a hundred, "
+                "1.0 sends all of them"
+            )
+        if self.scope not in ("bucket", "tensor"):
+            raise unknown_name("scope", self.scope, ("bucket", "tensor"))
+        if self.min_compress_numel < 0:
+            raise ValueError(
+                f"min_compress_numel must be 0 or more, got {self.min_compress_numel}; "
+                "0 compresses every tensor"
+            )
+        if not self.owner_factor >= 1.0:
+            raise ValueError(
+                f"owner_factor must be at least 1, got {self.owner_factor}; owners cannot pass on "
+                "less than one worker's share"
+            )
+        if not self.sync_timeout > 0:
+            raise ValueError(f"sync_timeout must be positive seconds, got {self.sync_timeout}")
+        if self.threshold is not None and not self.threshold > 0:
+            raise ValueError(
+                f"threshold must be a positive magnitude, got {self.threshold}; "
+                "leave it out to estimate it from a sample"
+            )
+        if self.rank < 1:
+            raise ValueError(f"rank must be at least 1, got {self.rank}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values only: what the handshake compares and a checkpoint keeps."""
+        return dataclasses.asdict(self)
+
+
+class Transport(Protocol):
+    """What a collective needs from a network. Blocking; all ranks call in the same order."""
+
+    rank: int
+    world_size: int
+
+    def all_gather(self, out: Tensor, row: Tensor) -> None:
+        """Fill ``out`` (world_size, n) with every rank's ``row`` (n), in rank order."""
+        ...
+
+    def all_to_all(self, out: Tensor, rows: Tensor) -> None:
+        """Row r of ``rows`` goes to rank r; row s of ``out`` comes from rank s."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its sum over ranks, the same bits on all of them."""
+        ...
+
+    def alive(self) -> bool:
+        """False once the process group behind it is gone."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Clock(Protocol):
+    """Where time and bytes are written down (``metrics.Ledger`` is the real one)."""
+
+    def phase(self, name: str) -> Any:
+        """A context manager that adds its duration to phase ``name``."""
+        ...
+
+    def traffic(self, sent: int, received: int) -> None: ...
+
+
+class Collective(Protocol):
+    """One bucket's way from the local gradient to the mean of all workers' gradients."""
+
+    slots: list[Slot]
+    """What this rank must remember besides the residual; part of the step's transaction."""
+    traffic: int
+    """Payload bytes that this rank sends for one bucket, and receives."""
+
+    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, joined: bool) -> bool:
+        """Overwrite ``bucket`` (the local gradient) with the mean; False: someone's was not finite.
+
+        Reads ``memory.old`` and writes ``memory.new``; a ``joined`` rank contributes nothing of
+        its own but keeps its place in the exchange.
+        """
+        ...
+
+    def fold_(self, residual: Tensor) -> None:
+        """Add what only this object remembers to ``residual``, before the layout is given up."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class Slot:
+    """A tensor with a transaction: a step reads ``old``, writes ``new``, and commits or not.
+
+    This is what lets a step with a non-finite gradient leave every residual as it was, down to
+    the bit: nothing was overwritten. It costs a second buffer and no extra pass.
+    """
+
+    __slots__ = ("_new", "old")
+
+    def __init__(self, old: Tensor) -> None:
+        self.old = old
+        self._new: Tensor | None = None
+
+    @property
+    def new(self) -> Tensor:
+        if self._new is None:
+            self._new = torch.empty_like(self.old)
+        return self._new
+
+    def commit(self) -> None:
+        """What was written becomes what will be read."""
+        self.old, self._new = self.new, self.old
+
+
+class CollectiveFactory(Protocol):
+    """How a collective is made for one bucket."""
+
+    def __call__(
+        self,
+        layout: BucketLayout,
+        compressor: Any,
+        config: CompressionConfig,
+        transport: Transport,
+        device: torch.device,
+    ) -> Collective: ...
+
+
+__all__ = [
+    "MAX_NUMEL",
+    "NO_STAMP",
+    "Clock",
+    "Collective",
+    "CollectiveFactory",
+    "CompressionConfig",
+    "Payload",
+    "Slot",
+    "Stamp",
+    "SyncError",
+    "Transport",
+    "WireError",
+    "unknown_name",
+]
