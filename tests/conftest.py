@@ -19,4 +19,5 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
+    torch.set_num_threads(1)
     torch.manual_seed(0)

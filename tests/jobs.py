@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,25 +64,23 @@ def train(
     *,
     steps: int = 50,
     ddp: dict[str, Any] | None = None,
-    save_at: int | None = None,
+    save_to: str | None = None,
+    resume_from: str | None = None,
     check_law: bool = False,
 ) -> dict[str, Any]:
-    """Train with momentum SGD; optionally stop, rebuild everything from saved state, and go on."""
+    """Train with momentum SGD up to step ``steps``, from the start or from a folder of checkpoints."""
     model = DDP(small_model(), **({"bucket_cap_mb": 0.01} | (ddp or {})))
     sync = attach(model, CompressionConfig(**config)) if config is not None else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     true, applied = torch.zeros(2, flat(model).numel(), dtype=torch.float64)
-    buckets = set()
-    for step in range(steps):
-        if step == save_at and sync is not None:
-            saved = copy.deepcopy((model.module.state_dict(), optimizer.state_dict(), sync.state_dict()))
-            sync.close()
-            model = DDP(small_model(seed=99), **({"bucket_cap_mb": 0.01} | (ddp or {})))
-            sync = attach(model, CompressionConfig(**config))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-            model.module.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-            sync.load_state_dict(saved[2])
+    start, layouts = 0, set()
+    if resume_from and sync is not None:
+        saved = torch.load(Path(resume_from) / f"{rank}.pt", weights_only=True)
+        start, true, applied = saved["step"], saved["true"], saved["applied"]
+        model.module.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        sync.load_state_dict(saved["sync"])
+    for step in range(start, steps):
         if check_law:
             twin = copy.deepcopy(model.module)
             loss_of(twin, rank, step).backward()
@@ -90,17 +89,64 @@ def train(
         loss = loss_of(model, rank, step)
         loss.backward()
         applied += flat_grad(model)
-        if sync is not None:
-            buckets.add(tuple(tuple(b["names"]) for b in sync.state_dict()["buckets"]))
+        if sync is not None and check_law:
+            layouts.add(tuple(tuple(bucket["names"]) for bucket in sync.state_dict()["buckets"]))
         optimizer.step()
-    result = {"parameters": flat(model), "loss": loss.item(), "layouts": len(buckets)}
+    result = {"parameters": flat(model), "loss": loss.item(), "layouts": len(layouts)}
     if sync is not None:
         result["stats"] = sync.stats.as_dict()
+        if save_to:
+            state = {"step": steps, "true": true, "applied": applied, "model": model.module.state_dict()}
+            state |= {"optimizer": optimizer.state_dict(), "sync": sync.state_dict()}
+            torch.save(state, Path(save_to) / f"{rank}.pt")
         if check_law:
-            for sums in (true, debt := owed(sync, model.module).double()):
-                dist.all_reduce(sums)
-            result["law"] = (applied + debt / world - true / world).abs().max().item()
-            result["scale"] = (true / world).abs().max().item()
+            sums, debt = true.clone(), owed(sync, model.module).double()
+            dist.all_reduce(sums)
+            dist.all_reduce(debt)
+            result["law"] = (applied + debt / world - sums / world).abs().max().item()
+            result["scale"] = (sums / world).abs().max().item()
         sync.close()
     result["threads"] = [t.name for t in threading.enumerate() if "compressed" in t.name]
+    return result
+
+
+def train_many(rank: int, world: int, configs: list[dict[str, Any]], *, steps: int) -> list[dict[str, Any]]:
+    """One training after the other in one process and one process group."""
+    return [train(rank, world, config, steps=steps) for config in configs]
+
+
+def printed_stats(rank: int, world: int, config: dict[str, Any]) -> str:
+    model = DDP(small_model())
+    with attach(model, CompressionConfig(**config)) as sync:
+        loss_of(model, rank, 0).backward()
+        return str(sync.stats)
+
+
+def train_digits(rank: int, world: int, config: dict[str, Any] | None, *, epochs: int) -> dict[str, Any]:
+    """Real handwritten digits; accuracy and loss on the test part after each epoch."""
+    from sklearn.datasets import load_digits
+
+    images, labels = (torch.as_tensor(array) for array in load_digits(return_X_y=True))
+    images = images.float().div(16)
+    torch.manual_seed(0)
+    order = torch.randperm(len(labels))
+    train, test = order[rank:1400:world], order[1400:]
+    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = DDP(net)
+    sync = attach(model, CompressionConfig(**config)) if config is not None else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    accuracy, losses = [], []
+    for _ in range(epochs):
+        for at in train.split(50):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images[at]), labels[at]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            scores = net(images[test])
+        accuracy.append((scores.argmax(1) == labels[test]).float().mean().item())
+        losses.append(nn.functional.cross_entropy(scores, labels[test]).item())
+    result = {"accuracy": accuracy, "loss": losses, "parameters": flat(net)}
+    if sync is not None:
+        result["saved"] = sync.stats.total.saved()
+        sync.close()
     return result

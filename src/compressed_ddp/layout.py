@@ -142,24 +142,24 @@ def partition(
     ``quota(numel)`` is the compressor's k. Tensors below ``min_numel`` do not count: they travel
     whole (see ``small_positions``).
     """
-    spans = [
-        (start, start + size)
+    bare = Partition(layout.numel, shards, ())
+    locals_ = [
+        [(bare.local_index(start, s), bare.local_index(start + size, s)) for s in range(shards)]
         for start, size in zip(layout.offsets, layout.numels, strict=False)
         if size >= min_numel and size > 0
     ]
-    if scope == "bucket" and spans:
-        ks = [quota(sum(stop - start for start, stop in spans))]
-        spans = [(0, layout.numel)]
-    else:
-        ks = [quota(stop - start) for start, stop in spans]
-    bare = Partition(layout.numel, shards, ())
+    sizes = [[stop - start for start, stop in tensor] for tensor in locals_]
+    if scope == "bucket" and sizes:
+        # One range, the whole shard; small tensors in it count nothing and sum to zero.
+        sizes = [[sum(column) for column in zip(*sizes, strict=True)]]
+        locals_ = [[(0, bare.local_numel(s)) for s in range(shards)]]
     quotas: list[list[Quota]] = [[] for _ in range(shards)]
     first = 0
-    for (start, stop), k in zip(spans, ks, strict=True):
-        local = [(bare.local_index(start, s), bare.local_index(stop, s)) for s in range(shards)]
-        for s, share in enumerate(deal(k, [b - a for a, b in local], first)):
+    for ranges, lengths in zip(locals_, sizes, strict=True):
+        k = quota(sum(lengths))
+        for s, share in enumerate(deal(k, lengths, first)):
             if share:
-                quotas[s].append(Quota(*local[s], share))
+                quotas[s].append(Quota(*ranges[s], share))
         first += k
     return Partition(layout.numel, shards, tuple(map(tuple, quotas)))
 

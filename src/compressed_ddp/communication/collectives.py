@@ -160,10 +160,12 @@ class Sharded:
         residual[self._sent.part.to_global(local, me)] += self.owner.old * self._net.world_size
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"owner": self.owner.old.clone()}
+        return {"owner": self.owner.old.clone()} if self.slots else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         owner = state.get("owner")
+        if owner is None and not self.slots:
+            return
         if owner is None or owner.shape != self.owner.old.shape:
             found = "nothing" if owner is None else f"{tuple(owner.shape)}"
             raise ValueError(

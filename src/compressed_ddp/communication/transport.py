@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..types import SyncError, Transport
 
-
 # torch 2.13 renamed it and warns about the old name.
 _all_gather: Callable[..., Any] = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor

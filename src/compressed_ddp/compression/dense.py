@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.reference import all_finite
+from ..layout import Partition
 from ..types import Stamp
 from .base import BaseCompressor
 
@@ -20,6 +22,15 @@ class FullCompressor(BaseCompressor):
 
     def select(self, flat: Tensor, k: int, stamp: Stamp) -> Tensor:
         return torch.arange(flat.numel(), device=flat.device)
+
+    def take_parts(
+        self, residual: Tensor | None, gradient: Tensor, out: Tensor, part: Partition, stamp: Stamp
+    ) -> tuple[list[tuple[Tensor, Tensor]], bool]:
+        due = gradient.clone() if residual is None else residual + gradient
+        if not all_finite(due):
+            return [], False
+        out.zero_()
+        return [(local, self.select(local, local.numel(), stamp)) for local in part.split(due)], True
 
 
 class DenseCompressor(FullCompressor):
