@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-START_SECONDS = 60
-
 
 def _serve(rank: int, pipe: Connection) -> None:
     """A worker process: run what comes down the pipe, each job in a process group of its own."""
@@ -35,6 +33,9 @@ def _serve(rank: int, pipe: Connection) -> None:
                 world_size=world,
                 timeout=timedelta(seconds=60),
             )
+            # A rank that is through at once must not take its connections down while others still
+            # make theirs.
+            dist.barrier()
             answer: tuple[str, Any] = ("done", job(rank, world, *args, **kwargs))
         except BaseException as error:
             answer = ("failed", (f"{type(error).__name__}: {error}", traceback.format_exc()))

@@ -1,0 +1,178 @@
+"""Everything that DistributedDataParallel can do, with our hook attached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import feature_jobs as jobs
+import pytest
+import torch
+from pool import Pool
+
+WAYS = pytest.mark.parametrize("way", ["allgather", "sharded"])
+
+
+def test_no_sync_accumulates(pool: Pool) -> None:
+    for ours, expected, steps in pool.run(2, jobs.accumulation):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+        assert steps == 1, "the hook must run once for four micro-batches"
+
+
+@WAYS
+def test_find_unused_parameters(pool: Pool, way: str) -> None:
+    results = pool.run(3, jobs.unused, {"ratio": 0.1, "collective": way})
+    for parameters, never_moved in results:
+        assert torch.equal(parameters, results[0][0])
+        assert never_moved
+
+
+@pytest.mark.parametrize(
+    "ddp",
+    [
+        {"bucket_cap_mb": 1},
+        {"bucket_cap_mb": 25},
+        {"bucket_cap_mb": 100},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": 1},
+        {"gradient_as_bucket_view": False, "bucket_cap_mb": 1},
+        {"static_graph": True, "gradient_as_bucket_view": True, "find_unused_parameters": True},
+    ],
+    ids=str,
+)
+def test_ddp_options_equal_plain_ddp_at_ratio_one(pool: Pool, ddp: dict[str, Any]) -> None:
+    for plain, ours in pool.run(2, jobs.with_ddp, ddp, jobs.EXACT):
+        assert torch.equal(plain, ours)
+
+
+def test_frozen_and_shared_parameters(pool: Pool) -> None:
+    for plain, ours, names in pool.run(2, jobs.frozen_and_shared):
+        assert torch.equal(plain, ours)
+        assert names == ["head.bias", "head.weight", "once.weight"], "shared once, frozen not at all"
+
+
+@WAYS
+def test_join_with_uneven_inputs(pool: Pool, way: str) -> None:
+    results = pool.run(3, jobs.uneven, {"ratio": 0.05, "collective": way})
+    for parameters, _, _ in results:
+        assert torch.equal(parameters, results[0][0])
+    for rank, (_, at_the_end_of_data, after) in enumerate(results):
+        assert after == at_the_end_of_data > 0, f"rank {rank} sent its residual after its data ended"
+
+
+def test_several_models_in_one_process(pool: Pool) -> None:
+    results = pool.run(2, jobs.two_models)
+    for first, second, threads in results:
+        assert torch.equal(first, results[0][0]) and torch.equal(second, results[0][1])
+        assert threads == 2
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sixteen_bit_gradients(pool: Pool, dtype: str, way: str) -> None:
+    """Results are rounded to the gradient's dtype, alike on all ranks; residuals are float32."""
+    results = pool.run(3, jobs.half_precision, dtype, way)
+    for applied, error, residual_dtype in results:
+        assert torch.equal(applied, results[0][0])
+        assert error < (2e-3 if dtype == "float16" else 2e-2)
+        assert residual_dtype == "torch.float32"
+
+
+def test_ddp_over_a_part_of_the_world(pool: Pool) -> None:
+    results = pool.run(3, jobs.subgroup)
+    assert torch.equal(results[0][0], results[1][0])
+    assert [steps for _, steps in results] == [3, 3, 0]
+
+
+@WAYS
+def test_overflow_on_one_rank_is_skipped_by_all(pool: Pool, way: str) -> None:
+    results = pool.run(3, jobs.overflow, way)
+    for result in results:
+        assert result["skipped"] == [3, 5] and result["noted"] == 2
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("sparse", "TypeError: '0' has sparse gradients; build it with sparse=False"),
+        ("complex", "TypeError: cannot compress a gradient of dtype torch.complex64"),
+        ("bare", "TypeError: attach needs a DistributedDataParallel model, got Sequential"),
+        ("twice", "can only be called once"),
+        ("closed", "GradientSync was closed"),
+        ("name", "ValueError: unknown compressor 'topq'; did you mean 'topk'?"),
+    ],
+)
+def test_what_attach_refuses(pool: Pool, what: str, message: str) -> None:
+    for said in pool.run(2, jobs.refused, what):
+        assert message in said
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("ratio", "rank 2 differs from rank 0 in config.ratio: 0.02, not 0.01"),
+        ("version", "rank 2 differs from rank 0 in library: '0.0.1'"),
+        ("frozen", "rank 2 differs from rank 0 in parameters.0.weight: 'nothing'"),
+    ],
+)
+def test_handshake_names_rank_and_field(pool: Pool, field: str, message: str) -> None:
+    for said, seconds in pool.run(3, jobs.disagree, field):
+        assert message in said
+        assert seconds < 30, "not within seconds, but at a timeout"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shape", "the parameter (96, 20)"),
+        ("name", "a residual for 'stranger', which this model does not have"),
+        ("nan", "NaN or infinite"),
+        ("rank", "saved by rank 0, this is rank 1"),
+        ("world", "saved by 7 workers, this job has 2: pass all ranks' states through"),
+        ("step", "state.step: 5, not 1"),
+        ("empty", "not a compressed-ddp state: it has no 'format'"),
+        ("format", "state has format 99"),
+    ],
+)
+def test_a_state_that_does_not_fit(pool: Pool, what: str, message: str) -> None:
+    """One rank's state is wrong: it says why, the other says who, nobody hangs, nothing changes."""
+    (other, unchanged_0), (mine, unchanged_1) = pool.run(2, jobs.damaged_state, what)
+    assert message in mine
+    assert other.startswith("SyncError: rank 1 differs from rank 0 in state.")
+    assert unchanged_0 and unchanged_1
+
+
+def test_thread_ends_when_the_user_destroys_the_groups(pool: Pool) -> None:
+    for running, left in pool.run(2, jobs.destroyed):
+        assert len(running) == 1 and left == []
+
+
+def test_a_damaged_message_is_quoted_and_kept(pool: Pool) -> None:
+    for said in pool.run(2, jobs.foreign_message):
+        assert "message from rank 0 is damaged: its checksum does not match" in said
+        assert "synchronisation failed in an earlier step" in said
+        assert said.endswith("kept WireError")
+
+
+def test_register_comm_hook_by_hand(pool: Pool) -> None:
+    assert pool.run(2, jobs.own_registration) == [1, 1]
+
+
+@pytest.mark.parametrize("config", [{}, {"name": "sign"}, {"name": "powersgd"}, {"name": "randomk"}], ids=str)
+@pytest.mark.parametrize("world", [2, 4])
+def test_manual_backend(pool: Pool, config: dict[str, Any], world: int) -> None:
+    results = pool.run(world, jobs.manual, config)
+    for result in results:
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+    if results[0]["stats"]["collectives"].keys() == {"allgather"}:
+        sums = results[0]["applied"] + results[0]["debt"]
+        torch.testing.assert_close(sums, results[0]["true"], rtol=0, atol=1e-5)
+    assert sum(results[0]["stats"]["collectives"].values()) > 1, "parameters were not batched into buckets"
+
+
+def test_manual_backend_dense_and_without_memory(pool: Pool) -> None:
+    dense = pool.run(3, jobs.manual, None)
+    torch.testing.assert_close(dense[0]["applied"], dense[0]["true"], rtol=0, atol=1e-5)
+    forgetful = pool.run(2, jobs.manual, {}, feedback=False)
+    assert forgetful[0]["stats"]["error_feedback"] is False
+    assert torch.equal(forgetful[0]["parameters"], forgetful[1]["parameters"])

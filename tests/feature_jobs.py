@@ -1,0 +1,396 @@
+"""What the ranks of the DDP-feature tests run. Every function is ``job(rank, world, ...)``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jobs import batch, flat, flat_grad, loss_of, small_model
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from compressed_ddp import (
+    CompressionConfig,
+    DistributedBackend,
+    ErrorFeedbackBuffer,
+    SyncError,
+    attach,
+    compressed_hook,
+    get_compressor,
+)
+from compressed_ddp.communication import GradientSync
+
+EXACT = {"ratio": 1.0, "values": "fp32"}
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "compressed" in thread.name]
+
+
+def mean_of(tensor: Tensor, world: int) -> Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total / world
+
+
+def accumulation(rank: int, world: int) -> tuple[Tensor, Tensor, int]:
+    """Three micro-steps under no_sync, one with sync: the hook sees the sum, once."""
+    model = DDP(small_model())
+    sync = attach(model, CompressionConfig(**EXACT))
+    twin = small_model()
+    for micro in range(4):
+        with model.no_sync() if micro < 3 else contextlib.nullcontext():
+            loss_of(model, rank, micro).backward()
+        loss_of(twin, rank, micro).backward()
+    sync.close()
+    return flat_grad(model), mean_of(flat_grad(twin), world), sync.step
+
+
+class Branches(nn.Module):
+    """Uses one of two branches, another one on every rank; ``never`` is not used at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.never = nn.Linear(20, 30), nn.Linear(20, 30), nn.Linear(20, 30)
+        self.head = nn.Linear(30, 5)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        return self.head(torch.tanh((self.left if left else self.right)(x)))
+
+
+def unused(rank: int, world: int, config: dict[str, Any]) -> tuple[Tensor, bool]:
+    torch.manual_seed(0)
+    model = DDP(Branches(), find_unused_parameters=True, bucket_cap_mb=0.003)
+    sync = attach(model, CompressionConfig(**config))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(10):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x, left=(rank + step) % 2 == 0), y).backward()
+        optimizer.step()
+    sync.close()
+    never = model.module.never.weight.grad
+    return flat(model), never is None or not never.any()
+
+
+def with_ddp(rank: int, world: int, ddp: dict[str, Any], config: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """A model of 2 MB trained by plain DDP and by ours with the same DDP options."""
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(20, 700), nn.ReLU(), nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 5))
+        model = DDP(net, **ddp)
+        sync = attach(model, CompressionConfig(**config)) if ours else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        results.append(flat(model))
+        if sync is not None:
+            sync.close()
+    return results[0], results[1]
+
+
+def frozen_and_shared(rank: int, world: int) -> tuple[Tensor, Tensor, list[str]]:
+    """A frozen layer and a weight used twice under two names."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(20, 20).requires_grad_(False)
+            self.once = nn.Linear(20, 20, bias=False)
+            self.twice = nn.Linear(20, 20, bias=False)
+            self.twice.weight = self.once.weight
+            self.head = nn.Linear(20, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.twice(torch.tanh(self.once(self.frozen(x)))))
+
+    parameters = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model = DDP(Tied())
+        sync = attach(model, CompressionConfig(**EXACT)) if ours else None
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        parameters.append(flat(model))
+    names = sorted(sync.state_dict()["residuals"])
+    sync.close()
+    return parameters[0], parameters[1], names
+
+
+def uneven(rank: int, world: int, config: dict[str, Any]) -> tuple[Tensor, float, float]:
+    """Rank r has 3 + 2 r batches; join() lets the others go on. A finished rank keeps its residual."""
+    model = DDP(small_model(), bucket_cap_mb=0.01)
+    sync = attach(model, CompressionConfig(**config))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with model.join():
+        for step in range(3 + 2 * rank):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        at_the_end_of_data = sync.residual_norm()
+    after = sync.residual_norm()
+    sync.close()
+    return flat(model), at_the_end_of_data, after
+
+
+def two_models(rank: int, world: int) -> tuple[Tensor, Tensor, int]:
+    """Both backwards in flight by turns, in another order on every rank's second model."""
+    models = [DDP(small_model(seed), bucket_cap_mb=0.01) for seed in (1, 2)]
+    syncs = [attach(model, CompressionConfig(ratio=0.05)) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    for step in range(10):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+    threads = len(our_threads())
+    for sync in syncs:
+        sync.close()
+    return flat(models[0]), flat(models[1]), threads
+
+
+def half_precision(rank: int, world: int, dtype: str, collective: str) -> tuple[Tensor, float, str]:
+    """A model whose parameters, and so gradients, are 16-bit; the law holds in float32."""
+    model = DDP(small_model().to(getattr(torch, dtype)), bucket_cap_mb=0.01)
+    sync = attach(model, CompressionConfig(ratio=0.05, collective=collective, min_compress_numel=100))
+    true, applied = torch.zeros(2, flat(model).numel(), dtype=torch.float64)
+    twin = small_model().to(getattr(torch, dtype))
+    for step in range(20):
+        x, y = batch(rank, step)
+        for one in (model, twin):
+            one.zero_grad()
+            nn.functional.mse_loss(one(x.to(getattr(torch, dtype))).float(), y).backward()
+        true += flat_grad(twin)
+        applied += flat_grad(model)
+    from jobs import owed
+
+    dist.all_reduce(true)
+    debt = owed(sync, model.module).double()
+    dist.all_reduce(debt)
+    sync.close()
+    error = (applied + debt / world - true / world).norm() / true.norm()
+    residual = next(iter(sync.state_dict()["residuals"].values()))
+    return applied, error.item(), str(residual.dtype)
+
+
+def subgroup(rank: int, world: int) -> tuple[Tensor, int]:
+    """DDP over ranks 0 and 1 only, attached twice; the others never hear of it."""
+    group = dist.new_group([0, 1])
+    if rank > 1:
+        return torch.empty(0), 0
+    for _ in range(2):
+        model = DDP(small_model(), process_group=group)
+        sync = attach(model, CompressionConfig(ratio=0.05))
+        for step in range(3):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+        sync.close()
+    return flat_grad(model), sync.stats.total.steps
+
+
+def overflow(rank: int, world: int, collective: str) -> dict[str, Any]:
+    """GradScaler: an infinity on one rank makes all ranks skip, residuals untouched, and go on."""
+    model = DDP(small_model(), bucket_cap_mb=0.01)
+    sync = attach(model, CompressionConfig(ratio=0.05, collective=collective))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    skipped = []
+    for step in range(8):
+        optimizer.zero_grad()
+        before, parameters = sync.state_dict(), flat(model)
+        loss = loss_of(model, rank, step)
+        if step in (3, 5) and rank == step % world:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if torch.equal(parameters, flat(model)):
+            skipped.append(step)
+            after = sync.state_dict()
+            for name, residual in before["residuals"].items():
+                assert torch.equal(residual, after["residuals"][name]), name
+            for old, new in zip(before["buckets"], after["buckets"], strict=True):
+                for key, tensor in old["state"].items():
+                    assert torch.equal(tensor, new["state"][key])
+    sync.close()
+    return {"skipped": skipped, "parameters": flat(model), "noted": sync.stats.total.skipped_steps}
+
+
+def refused(rank: int, world: int, what: str) -> str:
+    """What ``attach`` or backward says to a model that cannot be compressed."""
+    try:
+        if what == "sparse":
+            attach(DDP(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))))
+        elif what == "complex":
+            attach(DDP(nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.complex64))])))
+        elif what == "bare":
+            attach(small_model())  # type: ignore[arg-type]
+        elif what == "twice":
+            model = DDP(small_model())
+            attach(model)
+            attach(model)
+        elif what == "closed":
+            model = DDP(small_model())
+            attach(model).close()
+            loss_of(model, rank, 0).backward()
+        elif what == "name":
+            attach(DDP(small_model()), CompressionConfig(compressor="topq"))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
+def disagree(rank: int, world: int, field: str) -> tuple[str, float]:
+    """The last rank differs in one thing; everyone must hear of it, soon."""
+    odd = rank == world - 1
+    config = CompressionConfig(ratio=0.02 if odd and field == "ratio" else 0.01)
+    model = small_model()
+    if odd and field == "frozen":
+        model[0].weight.requires_grad_(False)
+    if odd and field == "version":
+        from compressed_ddp.communication import handshake
+
+        handshake.__version__ = "0.0.1"
+    start = time.monotonic()
+    try:
+        if field == "frozen":
+            backend = DistributedBackend(get_compressor(0.01), ErrorFeedbackBuffer())
+            loss_of(model, rank, 0).backward()
+            backend.allreduce_gradients(model.named_parameters())
+        else:
+            attach(DDP(model), config)
+    except SyncError as error:
+        return str(error), time.monotonic() - start
+    finally:
+        if odd and field == "version":
+            from compressed_ddp.version import __version__
+
+            handshake.__version__ = __version__
+    return "nothing was said", 0.0
+
+
+def damaged_state(rank: int, world: int, what: str) -> tuple[str, bool]:
+    """Rank 1's state does not fit: everyone must refuse, and nothing may change."""
+    model = DDP(small_model())
+    sync = attach(model, CompressionConfig(ratio=0.05, collective="sharded"))
+    loss_of(model, rank, 0).backward()
+    state = sync.state_dict()
+    before = sync.residual_norm()
+    if rank == 1:
+        name = next(iter(state["residuals"]))
+        if what == "shape":
+            state["residuals"][name] = torch.zeros(3)
+        elif what == "name":
+            state["residuals"]["stranger"] = torch.zeros(3)
+        elif what == "nan":
+            state["residuals"][name][:] = torch.nan
+        elif what == "rank":
+            state["rank"] = 0
+        elif what == "world":
+            state["world_size"] = 7
+        elif what == "step":
+            state["step"] = 5
+        elif what == "empty":
+            state = {}
+        elif what == "format":
+            state["format"] = 99
+    said = "nothing was said"
+    try:
+        sync.load_state_dict(state)
+    except (ValueError, SyncError) as error:
+        said = f"{type(error).__name__}: {error}"
+    unchanged = sync.residual_norm() == before and sync.step == 1
+    loss_of(model, rank, 1).backward()
+    sync.close()
+    return said, unchanged
+
+
+def destroyed(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """The user destroys all process groups and never calls close."""
+    model = DDP(small_model())
+    attach(model, CompressionConfig(ratio=0.05))
+    loss_of(model, rank, 0).backward()
+    running = our_threads()
+    dist.barrier()
+    dist.destroy_process_group()
+    deadline = time.monotonic() + 10
+    while our_threads() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return running, our_threads()
+
+
+def manual(rank: int, world: int, config: dict[str, Any] | None, *, feedback: bool = True) -> dict[str, Any]:
+    """The write-up's loop: several buckets, one parameter without a gradient on odd ranks."""
+    model = small_model()
+    compressor = None if config is None else get_compressor(**{"ratio": 0.05} | config)
+    buffer = ErrorFeedbackBuffer() if feedback else None
+    backend = DistributedBackend(compressor, buffer, bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    true, applied = torch.zeros(2, flat(model).numel(), dtype=torch.float64)
+    for step in range(30):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        if rank % 2:
+            model[-1].bias.grad = None
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        true += torch.cat([grad.reshape(-1) for grad in grads])
+        backend.allreduce_gradients(model.named_parameters())
+        applied += flat_grad(model)
+        optimizer.step()
+    dist.all_reduce(true)
+    result = {"parameters": flat(model), "stats": backend.stats.as_dict()}
+    result |= {"true": true / world, "applied": applied}
+    if buffer is not None:
+        debt = torch.cat([buffer.residual(name).reshape(-1) for name, _ in model.named_parameters()]).double()
+        dist.all_reduce(debt)
+        result["debt"] = debt / world
+    backend.close()
+    return result
+
+
+def foreign_message(rank: int, world: int) -> str:
+    """Rank 0's network damages what it sends: the receiver's backward quotes the WireError."""
+    model = DDP(small_model())
+    sync = attach(model, CompressionConfig(ratio=0.05, collective="allgather", sync_timeout=5))
+    if rank == 0:
+        real = sync._transport.all_gather
+
+        def damaging(out: Tensor, row: Tensor) -> None:
+            damaged = row.clone()
+            damaged[100] ^= 0xFF
+            real(out, damaged)
+
+        sync._transport.all_gather = damaging  # type: ignore[method-assign]
+    try:
+        loss_of(model, rank, 0).backward()
+    except RuntimeError as error:
+        said = str(error)
+    else:
+        said = "nothing was said"
+    try:
+        loss_of(model, rank, 1).backward()
+    except Exception as error:
+        said += f" // then {type(error).__name__}: {error}"
+    kept = type(sync.error).__name__
+    sync.close()
+    return f"{said} // kept {kept}"
+
+
+def own_registration(rank: int, world: int) -> int:
+    """The form every PyTorch user knows: register_comm_hook(state, hook)."""
+    model = DDP(small_model())
+    sync = GradientSync(model, CompressionConfig(ratio=0.05))
+    model.register_comm_hook(sync, compressed_hook)
+    loss_of(model, rank, 0).backward()
+    sync.close()
+    return sync.stats.total.steps

@@ -1,0 +1,135 @@
+"""The house itself: which room may know which, what importing does, and that papers agree."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import compressed_ddp
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "compressed_ddp"
+
+# Every room, and the rooms it may import from. A wrong arrow is an error, and so is a new room
+# that nobody thought about.
+ARROWS: dict[str, set[str]] = {
+    "version": set(),
+    "types": {"layout"},  # for annotations only
+    "layout": set(),
+    "kernels": {"types", "layout"},
+    "wire": {"types", "version", "kernels"},
+    "compression": {"types", "layout", "kernels", "wire"},
+    "error_feedback": {"types", "layout"},
+    "metrics": {"types"},
+    "communication": {
+        "types",
+        "version",
+        "layout",
+        "kernels",
+        "wire",
+        "compression",
+        "error_feedback",
+        "metrics",
+    },
+    "__init__": {"communication", "compression", "error_feedback", "types", "version"},
+}
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """Which rooms a file's relative imports lead to."""
+    room = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    depth = len(path.relative_to(PACKAGE).parts)
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == depth:
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            found |= {name.split(".")[0] for name in names}
+    return found - {room}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_dependencies_point_one_way(path: Path) -> None:
+    room = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    assert room in ARROWS, f"{room} is a new room: say in ARROWS what it may know"
+    assert rooms_imported(path) <= ARROWS[room]
+
+
+def test_the_core_needs_torch_alone() -> None:
+    """Third-party imports of the package: torch, and nothing else."""
+    third_party = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                third_party |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                third_party.add((node.module or "").split(".")[0])
+    assert third_party - sys.stdlib_module_names == {"torch"}
+
+
+def test_importing_does_no_work() -> None:
+    """No thread, no logging configuration, no environment variable read by us."""
+    program = (
+        "import logging, os, threading, torch, torch.distributed\n"
+        "reads = []\n"
+        "class Watched(type(os.environ)):\n"
+        "    def __getitem__(self, key):\n"
+        "        reads.append(key)\n"
+        "        return super().__getitem__(key)\n"
+        "os.environ.__class__ = Watched\n"
+        "handlers = list(logging.getLogger().handlers)\n"
+        "import compressed_ddp\n"
+        "assert threading.active_count() == 1, threading.enumerate()\n"
+        "assert logging.getLogger().handlers == handlers\n"
+        "print([key for key in reads if 'COMPRESSED' in key])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+def test_public_names_exist_where_the_write_up_has_them() -> None:
+    from compressed_ddp import communication, compression, error_feedback
+
+    assert sorted(compressed_ddp.__all__) == sorted(set(compressed_ddp.__all__))
+    for name in compressed_ddp.__all__:
+        assert getattr(compressed_ddp, name) is not None
+    assert compression.get_compressor is compressed_ddp.get_compressor
+    assert compression.TopKCompressorGPU is compressed_ddp.TopKCompressorGPU
+    assert compression.TopKCompressorCPU is compressed_ddp.TopKCompressorCPU
+    assert compression.CompressStats is compressed_ddp.CompressStats
+    assert error_feedback.ErrorFeedbackBuffer is compressed_ddp.ErrorFeedbackBuffer
+    assert communication.DistributedBackend is compressed_ddp.DistributedBackend
+
+
+def test_public_names_have_docstrings() -> None:
+    for name in compressed_ddp.__all__:
+        thing = getattr(compressed_ddp, name)
+        assert name == "__version__" or (thing.__doc__ or "").strip(), f"{name} has no docstring"
+
+
+def test_changelog_begins_with_the_version() -> None:
+    entries = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert entries[0] == compressed_ddp.__version__
+
+
+def test_readme_names_every_compressor() -> None:
+    from compressed_ddp.compression import COMPRESSORS
+
+    readme = (ROOT / "README.md").read_text()
+    for name in COMPRESSORS:
+        assert f"`{name}`" in readme, f"README's table has no row for {name}"
+
+
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+@pytest.mark.parametrize("path", sorted(DOCUMENTS), ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_between_documents_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{path.name} links to {target}, which does not exist"

@@ -1,0 +1,109 @@
+"""Saved states: moving to another number of workers, and splitting buckets that are too large."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressed_ddp import CompressionConfig, reshard_states
+from compressed_ddp.communication import Reducer, run_in_process
+from compressed_ddp.communication.reducer import split_by_size
+from compressed_ddp.compression.factory import from_config
+from compressed_ddp.layout import BucketLayout
+from compressed_ddp.types import MAX_NUMEL, Transport
+
+LAYOUT = BucketLayout(("a", "b"), (torch.Size([40, 30]), torch.Size([700])))
+SHAPES = dict(zip(LAYOUT.names, LAYOUT.shapes, strict=True))
+
+
+def states_of(world: int, way: str = "sharded") -> list[dict[str, object]]:
+    config = CompressionConfig(ratio=0.05, collective=way)
+
+    def work(net: Transport) -> dict[str, object]:
+        reducer = Reducer(from_config(config), config, net)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + net.rank)
+            reducer.reduce_(LAYOUT, torch.randn(LAYOUT.numel, generator=generator), last=True)
+        return reducer.state_dict()
+
+    return run_in_process(world, work)
+
+
+def flat(state: dict[str, object]) -> Tensor:
+    return torch.cat([state["residuals"][name].reshape(-1) for name in LAYOUT.names]).double()
+
+
+def mean_owed(states: list[dict[str, object]]) -> Tensor:
+    """What all workers together owe to the mean; owners' debts folded in by the library itself."""
+    folded = reshard_states(states, len(states) + 1)
+    return torch.stack([flat(state) for state in folded]).sum(0) / len(folded)
+
+
+@pytest.mark.parametrize("way", ["allgather", "sharded"])
+@pytest.mark.parametrize(("old", "new"), [(4, 3), (3, 4), (4, 1), (2, 5), (5, 2)])
+def test_another_world_size_conserves_the_mean_owed(old: int, new: int, way: str) -> None:
+    states = states_of(old, way)
+    resharded = reshard_states(states, new)
+    assert [s["rank"] for s in resharded] == list(range(new))
+    total = torch.stack([flat(state) for state in resharded]).sum(0)
+    torch.testing.assert_close(total / new, mean_owed(states), rtol=0, atol=1e-5)
+    direct = (
+        sum(torch.cat([s["residuals"][n].reshape(-1) for n in LAYOUT.names]).double() for s in states) / old
+    )
+    owners = torch.zeros(LAYOUT.numel, dtype=torch.float64)
+    if way == "sharded":
+        for rank, state in enumerate(states):
+            for local, debt in enumerate(state["buckets"][0]["state"]["owner"].tolist()):
+                owners[(local // 64) * 64 * old + rank * 64 + local % 64] += debt
+    torch.testing.assert_close(mean_owed(states), direct + owners, rtol=0, atol=1e-5)
+
+    def work(net: Transport) -> int:
+        config = CompressionConfig(ratio=0.05, collective=way)
+        reducer = Reducer(from_config(config), config, net)
+        reducer.load_state_dict(resharded[net.rank], SHAPES)
+        reducer.reduce_(LAYOUT, torch.randn(LAYOUT.numel), last=True)
+        return reducer.step
+
+    assert run_in_process(new, work) == [5] * new
+
+
+def test_the_same_world_size_is_left_alone() -> None:
+    states = states_of(3)
+    for old, new in zip(states, reshard_states(states, 3), strict=True):
+        assert old == new and old is not new
+
+
+def test_resharding_wants_all_states_in_order() -> None:
+    states = states_of(3)
+    for wrong in (states[:2], states[::-1]):
+        with pytest.raises(ValueError, match="all ranks of one job, in rank order"):
+            reshard_states(wrong, 2)
+    with pytest.raises(ValueError, match="at least 1"):
+        reshard_states(states, 0)
+
+
+def test_limit_of_the_wire_format() -> None:
+    """More than 2^31 - 1 elements: buckets are split, a single tensor is refused with advice."""
+    half = torch.Size([MAX_NUMEL // 2])
+    large = BucketLayout(("a", "b", "c"), (half, half, half))
+    assert [part.names for part in split_by_size(large)] == [("a", "b"), ("c",)]
+    assert split_by_size(LAYOUT) == [LAYOUT]
+    with pytest.raises(ValueError, match=r"'huge' has 2,147,483,648 elements.*Split the parameter"):
+        split_by_size(BucketLayout(("huge",), (torch.Size([2**31]),)))
+
+
+def test_a_bucket_that_is_split_gives_the_same_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    from compressed_ddp.communication import reducer as module
+
+    config = CompressionConfig(ratio=1.0, values="fp32")
+
+    def work(net: Transport) -> tuple[Tensor, int]:
+        reducer = Reducer(from_config(config), config, net)
+        bucket = torch.full((LAYOUT.numel,), float(net.rank))
+        reducer.reduce_(LAYOUT, bucket, last=True)
+        return bucket, sum(reducer.stats.collectives.values())
+
+    monkeypatch.setattr(module, "split_by_size", lambda layout: split_by_size(layout, 1200))
+    for bucket, buckets in run_in_process(3, work):
+        assert torch.equal(bucket, torch.ones(LAYOUT.numel)) and buckets == 2
