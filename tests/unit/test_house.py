@@ -133,3 +133,22 @@ def test_links_between_documents_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
         if "://" not in target:
             assert (path.parent / target).exists(), f"{path.name} links to {target}, which does not exist"
+
+
+def test_readme_figures_come_from_results() -> None:
+    """Every percentage in the README's table of compressors is in the CSV that a command made."""
+    import csv
+
+    with (ROOT / "results" / "message_sizes.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    best: dict[str, set[str]] = {}
+    for name, options in {(row["compressor"], row["options"]) for row in rows}:
+        shares = [
+            row["percent_of_ring"] for row in rows if (row["compressor"], row["options"]) == (name, options)
+        ]
+        best.setdefault(name, set()).add(min(shares, key=float))
+    table = re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]*) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(table) == len(best)
+    for name, cell in table:
+        figures = re.findall(r"\b\d+\.\d\d\b(?!\d)", re.sub(r"`[^`]*`| at [\d.]+", "", cell))
+        assert figures and set(figures) <= best[name], f"{name}: {figures} not in {best[name]}"

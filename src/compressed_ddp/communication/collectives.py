@@ -10,7 +10,7 @@ from torch import Tensor
 from ..compression import BaseCompressor
 from ..layout import BucketLayout, grown, partition, small_positions
 from ..types import Clock, CompressionConfig, Slot, Stamp, Transport
-from .packer import Packer
+from .packer import Packer, deliver_
 
 
 def worker_packer(
@@ -62,8 +62,7 @@ class AllGather:
             mean = torch.zeros_like(bucket, dtype=torch.float32)
             for message in messages:
                 self._packer.add_(mean, message, 0, 1.0 / world)
-            bucket.copy_(mean)
-        return True
+            return deliver_(bucket, mean)
 
     def fold_(self, residual: Tensor) -> None:
         """Nothing is remembered here."""
@@ -150,8 +149,7 @@ class Sharded:
         out = torch.zeros_like(bucket, dtype=torch.float32)
         for shard, message in enumerate(messages):
             self._results.add_(out, message, shard, 1.0)
-        bucket.copy_(out)
-        return True
+        return deliver_(bucket, out)
 
     def fold_(self, residual: Tensor) -> None:
         """What the owner owes to the mean, this worker owes P times: add it to its own residual."""

@@ -19,6 +19,7 @@ def fingerprint(config: CompressionConfig, parameters: Mapping[str, torch.Tensor
     return {
         "library": __version__,
         "wire": WIRE_VERSION,
+        "torch": torch.__version__.split("+")[0],
         "config": config.as_dict(),
         "parameters": {
             name: f"{p.dtype} {list(p.shape)}" + ("" if p.requires_grad else " frozen")

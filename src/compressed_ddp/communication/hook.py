@@ -108,8 +108,8 @@ class GradientSync:
         check_gradient(buffer)
         layout = self._layout(bucket)
         first, last = bucket.index() == 0, bucket.is_last()
-        # Outside of backward DDP calls hooks only on behalf of a rank that has run out of data.
-        joined = torch._C._current_graph_task_id() == -1
+        # Outside of backward DDP calls hooks only for a rank that has run out of data, with zeros.
+        joined = torch._C._current_graph_task_id() == -1 and not bool(buffer.any())
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None

@@ -12,6 +12,12 @@ from ..types import Clock, Payload, Slot, Stamp
 from ..wire import Decoded
 
 
+def deliver_(bucket: Tensor, mean: Tensor) -> bool:
+    """Write the float32 ``mean`` into ``bucket``; False if it overflows a 16-bit bucket."""
+    bucket.copy_(mean)
+    return bucket.dtype == torch.float32 or all_finite(bucket)
+
+
 class Packer:
     """Makes the messages of one bucket, one for each shard, all of one size; and reads them."""
 

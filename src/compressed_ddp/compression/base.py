@@ -77,7 +77,11 @@ class BaseCompressor(ABC):
         return values
 
     def compress(self, tensor: Tensor) -> Payload:
-        """The entries that would travel, as a receiver would see them. Reads ``tensor`` only."""
+        """The entries that would travel. Reads ``tensor`` only.
+
+        Where the rounding is the method (QSGD, sign and so on) the values are rounded; where it is
+        a setting of the wire (``values=``) they are as they were.
+        """
         start = time.perf_counter()
         check_gradient(tensor)
         flat = tensor.detach().reshape(-1).to(torch.float32)
@@ -86,19 +90,21 @@ class BaseCompressor(ABC):
         n, k = flat.numel(), self.quota(flat.numel())
         stamp = Stamp(self.seed, self.stats.total_calls)
         indices = self.select(flat, k, stamp)
-        payload = Payload(self.scale(flat[indices], k, n), indices, torch.Size([n]))
-        seen = self.seen(payload, stamp)
+        payload = Payload(self.scale(flat[indices], k, n), indices, tensor.shape)
+        seen = self.rounded(payload, stamp)
         self.stats.total_calls += 1
         self.stats.total_bytes_original += n * tensor.element_size()
-        self.stats.total_bytes_compressed += self.codec.nbytes(n, k)
+        self.stats.total_bytes_compressed += self.nbytes(tensor.shape)
         self.stats.total_time_ms += (time.perf_counter() - start) * 1e3
-        return Payload(seen, indices, tensor.shape)
+        return payload._replace(values=seen)
 
-    def seen(self, payload: Payload, stamp: Stamp) -> Tensor:
-        """``payload``'s values after the rounding that belongs to the method itself."""
-        if len(self.value_formats) > 1:
-            return payload.values
-        return self.codec.encode(payload, stamp=stamp).values
+    def nbytes(self, shape: torch.Size) -> int:
+        """Bytes that one tensor of ``shape`` takes on the wire, by itself."""
+        return self.codec.nbytes(shape.numel(), self.quota(shape.numel()))
+
+    def rounded(self, payload: Payload, stamp: Stamp) -> Tensor:
+        """``payload``'s values after the rounding that belongs to the method itself; by default none."""
+        return payload.values
 
     def decompress(self, values: Tensor, indices: Tensor, shape: torch.Size) -> Tensor:
         """A new tensor of ``shape`` with ``values`` at ``indices`` and zeros elsewhere."""
@@ -127,18 +133,20 @@ class BaseCompressor(ABC):
             )
         part = Partition(n, 1, ((Quota(0, n, self.quota(n)),) if n else (),))
         stamp = Stamp(self.seed, self.stats.total_calls)
-        new = torch.empty_like(residual).view(-1)
+        new = torch.empty(n, device=residual.device)
         flat = gradient.detach().reshape(-1).to(torch.float32)
         taken, finite = self.take_parts(residual.reshape(-1), flat, new, part, stamp)
         if not finite:
             raise ValueError("the gradient is not finite; the residual was left as it was")
-        self.stats.total_calls += 1
         values, indices = taken[0]
-        sent = self.scale(values, indices.numel(), n)
-        seen = self.seen(Payload(sent, indices, torch.Size([n])), stamp)
+        sent = Payload(self.scale(values, indices.numel(), n), indices, gradient.shape)
+        seen = self.rounded(sent, stamp)
         new[indices] = values - seen
+        if not all_finite(new):
+            raise ValueError("what would be sent is not finite; the residual was left as it was")
         residual.copy_(new.view(residual.shape))
-        return Payload(seen, indices, gradient.shape)
+        self.stats.total_calls += 1
+        return sent._replace(values=seen)
 
     def take_parts(
         self, residual: Tensor | None, gradient: Tensor, out: Tensor, part: Partition, stamp: Stamp

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..kernels.reference import all_finite
 from ..layout import Partition
-from ..types import Stamp
+from ..types import Payload, Stamp
 from .base import BaseCompressor
 
 
@@ -22,6 +22,9 @@ class FullCompressor(BaseCompressor):
 
     def select(self, flat: Tensor, k: int, stamp: Stamp) -> Tensor:
         return torch.arange(flat.numel(), device=flat.device)
+
+    def rounded(self, payload: Payload, stamp: Stamp) -> Tensor:
+        return self.codec.encode(payload, stamp=stamp).values
 
     def take_parts(
         self, residual: Tensor | None, gradient: Tensor, out: Tensor, part: Partition, stamp: Stamp

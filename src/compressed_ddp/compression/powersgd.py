@@ -28,30 +28,19 @@ class PowerSGDCompressor(FullCompressor):
             raise ValueError(f"rank must be at least 1, got {rank!r}")
         self.rank = rank
 
-    def compress(self, tensor: Tensor) -> Payload:
-        payload = super().compress(tensor)
-        rows, columns = matrix_shape(tensor.shape)
-        if not worthwhile(rows, columns, self.rank):
-            return payload
-        full, low = rows * columns, self.rank * (rows + columns)
-        self.stats.total_bytes_compressed -= 4 * (full - low)
-        matrix = payload.values.view(rows, columns)
-        return payload._replace(values=self._approximate(matrix).reshape(-1))
+    def nbytes(self, shape: torch.Size) -> int:
+        rows, columns = matrix_shape(shape)
+        low = self.rank * (rows + columns)
+        return 4 * (low if worthwhile(rows, columns, self.rank) else shape.numel())
 
-    def take_(self, residual: Tensor, gradient: Tensor) -> Payload:
-        payload = super().take_(residual, gradient)
-        rows, columns = matrix_shape(gradient.shape)
+    def rounded(self, payload: Payload, stamp: Stamp) -> Tensor:
+        rows, columns = matrix_shape(payload.shape)
         if not worthwhile(rows, columns, self.rank):
-            return payload
+            return payload.values
         matrix = payload.values.view(rows, columns)
-        sent = self._approximate(matrix)
-        residual.add_((matrix - sent).view(residual.shape))
-        return payload._replace(values=sent.reshape(-1))
-
-    def _approximate(self, matrix: Tensor) -> Tensor:
-        start = first_factor(matrix.shape[1], self.rank, Stamp(self.seed), matrix.device)
+        start = first_factor(columns, self.rank, Stamp(self.seed), matrix.device)
         left = orthogonal(matrix @ start)
-        return left @ (left.T @ matrix)
+        return (left @ (left.T @ matrix)).view(-1)
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:

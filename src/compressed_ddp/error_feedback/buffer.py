@@ -58,7 +58,7 @@ class ErrorFeedbackBuffer:
     def open(self, layout: BucketLayout, device: torch.device) -> Slot:
         """The residuals of ``layout``'s parameters end to end, laid anew if they lie otherwise."""
         homes = [self._home[name] for name in layout.names if name in self._home]
-        if len(homes) == len(layout.names) and all(known == layout for known, _ in homes):
+        if len(homes) == len(layout.names) and all(known is layout or known == layout for known, _ in homes):
             slot = homes[0][1]
             if slot.old.device == device:
                 return slot

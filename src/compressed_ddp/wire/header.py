@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from ..types import Stamp, WireError
 from ..version import WIRE_VERSION
 
-MAGIC = b"CDDP"
+MAGIC = b"CD"
 NOT_FINITE = 1
 """The sender's gradient held a NaN or an infinity; the rest of the message is zeros."""
 FROM_OWNER = 2
 """A shard owner's reduced result rather than a worker's own contribution."""
 
-_LAYOUT = struct.Struct("<4s4BI2H4I")
+_LAYOUT = struct.Struct("<2s4BHI2H4I")
 HEADER_BYTES = _LAYOUT.size
 CHECKSUM_AT = HEADER_BYTES - 4
 
@@ -26,6 +26,7 @@ class Header:
     indices: int
     values: int
     flags: int
+    shard: int
     step: int
     bucket: int
     sender: int
@@ -41,9 +42,10 @@ class Header:
             self.indices,
             self.values,
             self.flags,
-            self.step & 0xFFFFFFFF,
-            self.bucket & 0xFFFF,
-            self.sender & 0xFFFF,
+            self.shard,
+            self.step,
+            self.bucket,
+            self.sender,
             self.numel,
             self.count,
             self.dense,
@@ -67,7 +69,7 @@ class Header:
 
     def check(self, expected: Header) -> None:
         """Raises WireError naming the first field that is not what the receiver expects."""
-        for name in ("indices", "values", "step", "bucket", "sender", "numel", "dense"):
+        for name in ("indices", "values", "shard", "step", "bucket", "sender", "numel", "dense"):
             mine, theirs = getattr(expected, name), getattr(self, name)
             if mine != theirs:
                 raise WireError(f"message from rank {expected.sender}: {name} is {theirs}, expected {mine}")
@@ -85,6 +87,7 @@ def stamped(stamp: Stamp, indices: int, values: int, numel: int, count: int, den
         indices=indices,
         values=values,
         flags=FROM_OWNER if stamp.phase else 0,
+        shard=stamp.shard & 0xFFFF,
         step=stamp.step & 0xFFFFFFFF,
         bucket=stamp.bucket & 0xFFFF,
         sender=stamp.sender & 0xFFFF,

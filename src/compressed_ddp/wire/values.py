@@ -15,6 +15,9 @@ BLOCK = 512
 """Entries that share a scale in the 1-bit, ternary and QSGD formats."""
 
 
+_MAX = torch.finfo(torch.float32).max
+
+
 class ValueFormat(Protocol):
     """Values are finite float32. ``seed`` feeds the formats that round at random."""
 
@@ -109,9 +112,11 @@ class Stochastic:
 
     def encode(self, values: Tensor, seed: int) -> Tensor:
         blocks = _blocks(values)
-        scale = torch.linalg.vector_norm(blocks, 2.0 if self.euclidean else torch.inf, dim=1)
-        # The norm of huge values overflows: then the largest float serves, and levels saturate.
-        scale = scale.clamp(max=torch.finfo(torch.float32).max)
+        scale = blocks.abs().amax(1)
+        if self.euclidean:
+            # Relative to the largest, so that squares neither overflow nor vanish.
+            shares = blocks / torch.where(scale > 0, scale, 1.0).view(-1, 1)
+            scale = (scale * torch.linalg.vector_norm(shares, dim=1)).clamp(max=_MAX)
         norm = _per_entry(scale, values.numel())
         share = torch.where(norm > 0, values.abs() / norm, 0.0)
         draw = torch.rand(values.numel(), generator=torch.Generator().manual_seed(seed))
@@ -122,7 +127,10 @@ class Stochastic:
     def decode(self, data: Tensor, count: int) -> Tensor:
         scales, packed = _split_scales(data, count, 1)
         codes = unpack_uints(packed, self.bits, count)
-        levels = (codes & self.levels).to(torch.float32) / self.levels
+        # By a tensor: some devices divide by a number through its reciprocal, a bit off.
+        levels = (codes & self.levels).to(torch.float32) / torch.tensor(
+            float(self.levels), device=data.device
+        )
         signed = torch.where(codes > self.levels, -levels, levels)
         return signed * _per_entry(scales, count)
 
@@ -141,7 +149,7 @@ def _blocks(values: Tensor) -> Tensor:
 def _block_mean(values: Tensor, chosen: Tensor) -> Tensor:
     """The mean of each block's chosen entries; 0 where none is chosen. Never overflows."""
     counts = _blocks(chosen.to(torch.float32)).sum(1).clamp(min=1)
-    return _blocks(torch.where(chosen, values, 0.0)).div(counts.view(-1, 1)).sum(1)
+    return _blocks(torch.where(chosen, values, 0.0)).div(counts.view(-1, 1)).sum(1).clamp(max=_MAX)
 
 
 def _per_entry(per_block: Tensor, count: int) -> Tensor:
