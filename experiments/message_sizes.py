@@ -21,6 +21,7 @@ import torch
 import compressed_ddp
 from compressed_ddp import CompressionConfig
 from compressed_ddp.communication import Reducer, run_in_process
+from compressed_ddp.compression import COMPRESSORS
 from compressed_ddp.compression.factory import from_config
 from compressed_ddp.layout import BucketLayout
 from compressed_ddp.types import Transport
@@ -42,6 +43,7 @@ ROWS: list[dict[str, Any]] = [
     {"compressor": "onebit"},
     {"compressor": "powersgd", "rank": 2},
 ]
+ROWS += [{"compressor": name} for name in COMPRESSORS if name not in {row["compressor"] for row in ROWS}]
 
 
 def sent(options: dict[str, Any], way: str, world: int, layout: BucketLayout) -> int:

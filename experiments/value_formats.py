@@ -205,7 +205,9 @@ def print_table(rows: list[dict[str, str]]) -> None:
         of_way[row["dataset"]].append(float(row["test_accuracy"]))
     print(f"| values | {' | '.join(DATASETS)} | bytes a step |\n|---|{'---|' * len(DATASETS)}---|")
     for way, of_way in scores.items():
-        cells = [f"{statistics.mean(s):.2f} ± {statistics.stdev(s):.2f}" for s in of_way.values() if s[1:]]
+        spreads = [f"{statistics.stdev(s):.2f}" if len(s) > 1 else "?" for s in of_way.values()]
+        means = [f"{statistics.mean(s):.2f}" for s in of_way.values()]
+        cells = [f"{mean} ± {spread}" for mean, spread in zip(means, spreads, strict=True)]
         print(f"| {way} | {' | '.join(cells)} | {sent[way]:,.0f} |")
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import threading
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jobs import batch, flat, flat_grad, loss_of, small_model
+from jobs import batch, flat, flat_grad, loss_of, owed, small_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -172,8 +174,6 @@ def half_precision(rank: int, world: int, dtype: str, collective: str) -> tuple[
             nn.functional.mse_loss(one(x.to(getattr(torch, dtype))).float(), y).backward()
         true += flat_grad(twin)
         applied += flat_grad(model)
-    from jobs import owed
-
     dist.all_reduce(true)
     debt = owed(sync, model.module).double()
     dist.all_reduce(debt)
@@ -304,6 +304,18 @@ def damaged_state(rank: int, world: int, what: str) -> tuple[str, bool]:
             state = {}
         elif what == "format":
             state["format"] = 99
+        elif what == "none":
+            state = None
+        elif what == "list":
+            state["residuals"][name] = [0.0]
+        elif what == "integer":
+            state["residuals"][name] = state["residuals"][name].long()
+        elif what == "no names":
+            del state["buckets"][0]["names"]
+        elif what == "owner nan":
+            state["buckets"][0]["state"]["owner"][:] = torch.nan
+        elif what == "owner shape":
+            state["buckets"][0]["state"]["owner"] = torch.zeros(5)
     said = "nothing was said"
     try:
         sync.load_state_dict(state)
@@ -313,6 +325,124 @@ def damaged_state(rank: int, world: int, what: str) -> tuple[str, bool]:
     loss_of(model, rank, 1).backward()
     sync.close()
     return said, unchanged
+
+
+def invalid_on_one_rank(rank: int, world: int) -> tuple[str, float]:
+    start = time.monotonic()
+    config = CompressionConfig(compressor="randomk", scope="tensor" if rank == 1 else "bucket")
+    try:
+        attach(DDP(small_model()), config)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "nothing was said", 0.0
+
+
+def alternating_branches(rank: int, world: int, config: dict[str, Any]) -> float:
+    """All ranks use the same branch, another one every step; relative error of applied + owed."""
+    torch.manual_seed(0)
+    model = DDP(Branches(), find_unused_parameters=True, bucket_cap_mb=0.003)
+    sync = attach(model, CompressionConfig(**config))
+    twin = copy.deepcopy(model.module)
+    true, applied = torch.zeros(2, flat(model).numel(), dtype=torch.float64)
+    for step in range(20):
+        x, y = batch(rank, step)
+        for net, sums in ((model, applied), (twin, true)):
+            net.zero_grad()
+            nn.functional.mse_loss(net(x, left=step % 2 == 0), y).backward()
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
+            sums += torch.cat([grad.reshape(-1) for grad in grads])
+    debt = owed(sync, model.module).double()
+    dist.all_reduce(true)
+    dist.all_reduce(debt)
+    sync.close()
+    return float((applied + debt / world - true / world).norm() / (true / world).norm())
+
+
+def fails_midway(rank: int, world: int, way: str) -> dict[str, Any]:
+    """An error planted in rank 1's first bucket of the third step, with others queued behind it."""
+    model = DDP(small_model(), bucket_cap_mb=0.01)
+    sync = attach(model, CompressionConfig(ratio=0.05, collective=way))
+    for step in range(2):
+        model.zero_grad()
+        loss_of(model, rank, step).backward()
+    before = sync.state_dict()
+    if rank == 1:
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise ValueError("planted")
+
+        sync._reducer._reduce_part_ = fail  # type: ignore[method-assign]
+    start, said = time.monotonic(), "nothing was said"
+    try:
+        loss_of(model, rank, 2).backward()
+    except RuntimeError as error:
+        said = str(error)
+    after = sync.state_dict()
+    unchanged = all(torch.equal(r, after["residuals"][name]) for name, r in before["residuals"].items())
+    sync.close()
+    return {
+        "said": said,
+        "unchanged": unchanged,
+        "steps": after["step"],
+        "seconds": time.monotonic() - start,
+    }
+
+
+def forgotten(rank: int, world: int) -> tuple[int, int]:
+    """Three models attached, used and dropped without a close."""
+    models = [DDP(small_model()) for _ in range(3)]
+    for model in models:
+        attach(model, CompressionConfig(ratio=0.05))
+        loss_of(model, rank, 0).backward()
+    running = len(our_threads())
+    dist.barrier()
+    del model, models
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while our_threads() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return running, len(our_threads())
+
+
+def channels_last(rank: int, world: int) -> tuple[float, bool]:
+    """With one entry sent, all but one entry of the residual is the gradient, in logical order."""
+    torch.manual_seed(0)
+    net = nn.Conv2d(8, 16, 3, bias=False).to(memory_format=torch.channels_last)
+    twin = copy.deepcopy(net)
+    model = DDP(net)
+    sync = attach(model, CompressionConfig(ratio=1e-6, values="fp32", min_compress_numel=0))
+    x = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(rank))
+    model(x).square().sum().backward()
+    twin(x).square().sum().backward()
+    state = sync.state_dict()
+    difference = (state["residuals"]["weight"] - twin.weight.grad).abs().reshape(-1)
+    sync.load_state_dict(state)
+    again = sync.state_dict()["residuals"]["weight"]
+    sync.close()
+    return difference.sort().values[:-1].max().item(), torch.equal(again, state["residuals"]["weight"])
+
+
+def manual_disagreement(rank: int, world: int, what: str) -> str:
+    options = {"ratio": 0.02 if rank else 0.01} if what == "ratio" else {"values": "bf16" if rank else "fp16"}
+    backend = DistributedBackend(get_compressor(**options), ErrorFeedbackBuffer())
+    model = small_model()
+    loss_of(model, rank, 0).backward()
+    try:
+        backend.allreduce_gradients(model.named_parameters())
+    except SyncError as error:
+        return str(error)
+    return "nothing was said"
+
+
+def manual_statistics(rank: int, world: int) -> tuple[str, float, dict[str, Any], str]:
+    backend = DistributedBackend(get_compressor(0.1, values="fp16"), ErrorFeedbackBuffer())
+    model = small_model()
+    loss_of(model, rank, 0).backward()
+    backend.allreduce_gradients(model.named_parameters())
+    named = DistributedBackend(config=CompressionConfig(compressor="qsgd"))
+    assert named.compressor is not None
+    stats = backend.stats
+    return str(stats), stats.total.exposed, vars(backend.compressor.stats), named.compressor.name
 
 
 def destroyed(rank: int, world: int) -> tuple[list[str], list[str]]:
@@ -350,7 +480,7 @@ def manual(rank: int, world: int, config: dict[str, Any] | None, *, feedback: bo
     dist.all_reduce(true)
     result = {"parameters": flat(model), "stats": backend.stats.as_dict()}
     result |= {"true": true / world, "applied": applied}
-    if buffer is not None:
+    if buffer:
         debt = torch.cat([buffer.residual(name).reshape(-1) for name, _ in model.named_parameters()]).double()
         dist.all_reduce(debt)
         result["debt"] = debt / world

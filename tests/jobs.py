@@ -112,7 +112,8 @@ def train(
 
 def train_many(rank: int, world: int, configs: list[dict[str, Any]], *, steps: int) -> list[dict[str, Any]]:
     """One training after the other in one process and one process group."""
-    return [train(rank, world, config, steps=steps) for config in configs]
+    two_buckets = {"bucket_cap_mb": 0.02}
+    return [train(rank, world, config, steps=steps, ddp=two_buckets) for config in configs]
 
 
 def printed_stats(rank: int, world: int, config: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -18,7 +19,8 @@ import torch.distributed as dist
 
 def _serve(rank: int, pipe: Connection) -> None:
     """A worker process: run what comes down the pipe, each job in a process group of its own."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     while True:
         try:

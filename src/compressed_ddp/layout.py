@@ -158,8 +158,8 @@ def partition(
     for ranges, lengths in zip(locals_, sizes, strict=True):
         k = quota(sum(lengths))
         for s, share in enumerate(deal(k, lengths, first)):
-            if share:
-                quotas[s].append(Quota(*ranges[s], share))
+            if lengths[s]:  # at least one, or these elements would never be sent
+                quotas[s].append(Quota(*ranges[s], max(share, 1)))
         first += k
     return Partition(layout.numel, shards, tuple(map(tuple, quotas)))
 

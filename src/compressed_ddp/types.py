@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 MAX_NUMEL = 2**31 - 1
 """Largest bucket or tensor: element counts and indices travel as unsigned 32-bit words."""
+
+
+Held = Sequence[tuple[int, int]]
+"""Ranges (start, stop) of a flat bucket."""
 
 
 class WireError(ValueError):
@@ -73,7 +78,7 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
     """The error for a name that no registry holds, with the nearest one that it does hold."""
     names = sorted(known)
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return ValueError(f"unknown {kind} {name!r}{hint} Known: {', '.join(names)}")
 
 
@@ -110,19 +115,18 @@ class CompressionConfig:
     rank: int = 2
     """``powersgd``: the rank of the approximation."""
     sync_timeout: float = 60.0
-    """Seconds after which a silent peer is an error."""
+    """Seconds after which a silent peer is an error. Raise it if one rank works alone for longer."""
+    hold_unused: bool = False
+    """Keep back what is owed for parameters that got no gradient in this step. ``attach`` turns it
+    on for ``find_unused_parameters=True``, where DDP throws the results of such parameters away."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ratio, (int, float)) or not 0.0 < self.ratio <= 1.0:
-            raise ValueError(
-                f"ratio must be in (0, 1], got {self.ratio!r}; 0.01 sends one entry in a hundred, "
-                "1.0 sends all of them"
-            )
+        check_ratio(self.ratio)
         if self.scope not in ("bucket", "tensor"):
             raise unknown_name("scope", self.scope, ("bucket", "tensor"))
-        if self.min_compress_numel < 0:
+        if not isinstance(self.min_compress_numel, int) or self.min_compress_numel < 0:
             raise ValueError(
-                f"min_compress_numel must be 0 or more, got {self.min_compress_numel}; "
+                f"min_compress_numel must be 0 or more, got {self.min_compress_numel!r}; "
                 "0 compresses every tensor"
             )
         if not self.owner_factor >= 1.0:
@@ -143,6 +147,14 @@ class CompressionConfig:
     def as_dict(self) -> dict[str, Any]:
         """Plain values only: what the handshake compares and a checkpoint keeps."""
         return dataclasses.asdict(self)
+
+
+def check_ratio(ratio: object) -> None:
+    """Raises ValueError unless ``ratio`` is a number in (0, 1]."""
+    if not isinstance(ratio, Real) or not 0.0 < float(ratio) <= 1.0:
+        raise ValueError(
+            f"ratio must be in (0, 1], got {ratio!r}; 0.01 sends one entry in a hundred, 1.0 all of them"
+        )
 
 
 class Transport(Protocol):
@@ -167,7 +179,9 @@ class Transport(Protocol):
         """False once the process group behind it is gone."""
         ...
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool = False) -> None:
+        """Give it back; ``failed`` tells the peers that this rank is out of step."""
+        ...
 
 
 class Clock(Protocol):
@@ -188,11 +202,11 @@ class Collective(Protocol):
     traffic: int
     """Payload bytes that this rank sends for one bucket, and receives."""
 
-    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, joined: bool) -> bool:
+    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, held: Held = ()) -> bool:
         """Overwrite ``bucket`` (the local gradient) with the mean; False: someone's was not finite.
 
-        Reads ``memory.old`` and writes ``memory.new``; a ``joined`` rank contributes nothing of
-        its own but keeps its place in the exchange.
+        Reads ``memory.old`` and writes ``memory.new``. What is owed in the ranges ``held``, where
+        the gradient is zero, is not sent now.
         """
         ...
 
@@ -248,11 +262,13 @@ __all__ = [
     "Collective",
     "CollectiveFactory",
     "CompressionConfig",
+    "Held",
     "Payload",
     "Slot",
     "Stamp",
     "SyncError",
     "Transport",
     "WireError",
+    "check_ratio",
     "unknown_name",
 ]

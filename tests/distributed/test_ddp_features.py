@@ -132,14 +132,55 @@ def test_handshake_names_rank_and_field(pool: Pool, field: str, message: str) ->
         ("step", "state.step: 5, not 1"),
         ("empty", "not a compressed-ddp state: it has no 'format'"),
         ("format", "state has format 99"),
+        ("none", "not a compressed-ddp state: NoneType"),
+        ("list", "is not a floating point tensor"),
+        ("integer", "is not a floating point tensor"),
+        ("no names", "damaged state: KeyError 'names'"),
+        ("owner nan", "owner of the bucket with"),
+        ("owner shape", "owner residual has shape (5,)"),
     ],
 )
 def test_a_state_that_does_not_fit(pool: Pool, what: str, message: str) -> None:
     """One rank's state is wrong: it says why, the other says who, nobody hangs, nothing changes."""
     (other, unchanged_0), (mine, unchanged_1) = pool.run(2, jobs.damaged_state, what)
     assert message in mine
-    assert other.startswith("SyncError: rank 1 differs from rank 0 in state.")
+    assert other.startswith("SyncError: rank 1 ")
     assert unchanged_0 and unchanged_1
+
+
+def test_a_configuration_that_only_one_rank_has_wrong(pool: Pool) -> None:
+    """The one says what is wrong, the others who; nobody waits for a timeout."""
+    (other, slow), (mine, fast) = pool.run(2, jobs.invalid_on_one_rank)
+    assert mine.startswith("ValueError: 'randomk' has no scope='tensor'")
+    assert other.startswith("SyncError: rank 1 cannot take part: 'randomk' has no scope")
+    assert max(slow, fast) < 30
+
+
+@WAYS
+def test_parameters_that_nobody_used_lose_nothing(pool: Pool, way: str) -> None:
+    """DDP throws away what arrives for a parameter that no rank used: so nothing may be sent for it."""
+    for error in pool.run(3, jobs.alternating_branches, {"ratio": 0.05, "values": "fp32", "collective": way}):
+        assert error < 1e-5
+
+
+@WAYS
+def test_an_error_in_the_middle_of_a_step(pool: Pool, way: str) -> None:
+    """One rank fails in its first bucket: its residuals are as before the step, and all ranks hear soon."""
+    for result in pool.run(3, jobs.fails_midway, way):
+        assert result["unchanged"] and result["steps"] == 2
+        assert "planted" in result["said"] or "peer is gone" in result["said"] or "earlier" in result["said"]
+        assert result["seconds"] < 20
+
+
+def test_a_model_that_is_forgotten_leaves_no_thread(pool: Pool) -> None:
+    for running, left in pool.run(2, jobs.forgotten):
+        assert running == 3 and left == 0
+
+
+def test_channels_last_states_are_in_the_parameters_order(pool: Pool) -> None:
+    """DDP lays such gradients in memory order; a saved residual has the parameter's own."""
+    for error, round_trip in pool.run(2, jobs.channels_last):
+        assert error == 0.0 and round_trip
 
 
 def test_thread_ends_when_the_user_destroys_the_groups(pool: Pool) -> None:
@@ -168,6 +209,26 @@ def test_manual_backend(pool: Pool, config: dict[str, Any], world: int) -> None:
         sums = results[0]["applied"] + results[0]["debt"]
         torch.testing.assert_close(sums, results[0]["true"], rtol=0, atol=1e-5)
     assert sum(results[0]["stats"]["collectives"].values()) > 1, "parameters were not batched into buckets"
+
+
+def test_manual_backend_compares_the_compressors_own_settings(pool: Pool) -> None:
+    for what, field in [
+        ("ratio", "config.ratio: 0.02, not 0.01"),
+        ("values", "config.values: 'bf16', not 'fp16'"),
+    ]:
+        for said in pool.run(2, jobs.manual_disagreement, what):
+            assert f"rank 1 differs from rank 0 in {field}" in said
+
+
+def test_manual_backend_says_what_it_did(pool: Pool) -> None:
+    """Ledger and compressor statistics are of the compressor in use, and blocking counts as exposed."""
+    for printed, exposed, stats, dense in pool.run(2, jobs.manual_statistics):
+        assert "topk, ratio 0.1, fp16 values" in printed
+        assert exposed > 0
+        assert (
+            stats["total_calls"] > 0 and 0 < stats["total_bytes_compressed"] < stats["total_bytes_original"]
+        )
+        assert dense == "qsgd"
 
 
 def test_manual_backend_dense_and_without_memory(pool: Pool) -> None:

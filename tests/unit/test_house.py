@@ -125,6 +125,16 @@ def test_readme_names_every_compressor() -> None:
         assert f"`{name}`" in readme, f"README's table has no row for {name}"
 
 
+def test_readme_code_is_code() -> None:
+    """Every Python block parses, and imports only what exists."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module == "compressed_ddp":
+                assert {alias.name for alias in node.names} <= set(compressed_ddp.__all__)
+
+
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 

@@ -68,6 +68,53 @@ def test_another_world_size_conserves_the_mean_owed(old: int, new: int, way: str
     assert run_in_process(new, work) == [5] * new
 
 
+def test_a_single_worker_pays_what_is_owed() -> None:
+    """Alone nothing is sent: what a larger job still owed is applied at once, and then gone."""
+    alone = reshard_states(states_of(4), 1)
+
+    def work(net: Transport) -> None:
+        config = CompressionConfig(ratio=0.05)
+        reducer = Reducer(from_config(config), config, net)
+        reducer.load_state_dict(alone[0], SHAPES)
+        gradient = torch.randn(LAYOUT.numel)
+        bucket = gradient.clone()
+        reducer.reduce_(LAYOUT, bucket, last=True)
+        torch.testing.assert_close(bucket.double(), gradient + flat(alone[0]), rtol=0, atol=1e-6)
+        assert reducer.memory.norm() == 0.0
+
+    run_in_process(1, work)
+
+
+def test_saved_again_before_a_step_is_the_same() -> None:
+    """What was loaded and not yet used must be in the next state too."""
+    states = states_of(3)
+
+    def work(net: Transport) -> dict[str, object]:
+        config = CompressionConfig(ratio=0.05, collective="sharded")
+        reducer = Reducer(from_config(config), config, net)
+        reducer.load_state_dict(states[net.rank], SHAPES)
+        again = reducer.state_dict()
+        reducer.reduce_(LAYOUT, torch.randn(LAYOUT.numel), last=True)
+        return again
+
+    for state, again in zip(states, run_in_process(3, work), strict=True):
+        assert torch.equal(flat(state), flat(again))
+        (one,), (two,) = state["buckets"], again["buckets"]
+        assert one["names"] == two["names"]
+        assert torch.equal(one["state"]["owner"], two["state"]["owner"])
+
+
+def test_residuals_without_error_feedback_are_refused() -> None:
+    states = states_of(2)
+
+    def work(net: Transport) -> None:
+        config = CompressionConfig(ratio=0.05, error_feedback=False)
+        Reducer(from_config(config), config, net).load_state_dict(states[net.rank], SHAPES)
+
+    with pytest.raises(ValueError, match="error_feedback is off"):
+        run_in_process(2, work)
+
+
 def test_the_same_world_size_is_left_alone() -> None:
     states = states_of(3)
     for old, new in zip(states, reshard_states(states, 3), strict=True):
@@ -76,7 +123,7 @@ def test_the_same_world_size_is_left_alone() -> None:
 
 def test_resharding_wants_all_states_in_order() -> None:
     states = states_of(3)
-    for wrong in (states[:2], states[::-1]):
+    for wrong in (states[:2], states[::-1], [], [{}]):
         with pytest.raises(ValueError, match="all ranks of one job, in rank order"):
             reshard_states(wrong, 2)
     with pytest.raises(ValueError, match="at least 1"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +13,14 @@ from torch import Tensor
 
 from ..compression import BaseCompressor, DenseCompressor
 from ..compression.base import check_gradient
+from ..compression.factory import from_config
 from ..error_feedback import ErrorFeedbackBuffer
 from ..layout import BucketLayout
 from ..metrics import Ledger
 from ..types import CompressionConfig, Transport
-from .handshake import fingerprint, handshake
+from .handshake import agree, fingerprint
 from .reducer import Reducer, resolve, split_by_size
-from .transport import TorchTransport
+from .transport import TorchTransport, alone
 
 
 class DistributedBackend:
@@ -38,13 +41,16 @@ class DistributedBackend:
         group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
     ) -> None:
-        """``config`` adds what a compressor does not know: collective, scope, timeout and so on.
+        """``config`` adds what a compressor does not know: collective, scope, timeout and so on. Given
+        without a compressor, it names that too.
 
         Without ``error_buffer`` nothing is remembered: what is not sent is lost. ``transport``
         replaces the process group (tests and simulations).
         """
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
+        if compressor is None and config is not None:
+            compressor = from_config(config)
         self.compressor = compressor
         self.error_buffer = error_buffer
         self._config = config or CompressionConfig()
@@ -73,8 +79,9 @@ class DistributedBackend:
         none counts as zero, so that ranks may differ in what they used. The first call compares
         models and configurations and raises SyncError if they differ.
         """
-        if self.world_size == 1:
+        if self.world_size == 1 and not self.error_buffer:
             return
+        start = time.perf_counter()
         parameters = {name: p for name, p in named_parameters if p.requires_grad}
         for name, parameter in parameters.items():
             if parameter.grad is None:
@@ -95,6 +102,7 @@ class DistributedBackend:
                 grad = grads[name]
                 assert grad is not None
                 grad.copy_(view)
+        self._reducer.stats.exposed(time.perf_counter() - start)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all that the next step depends on; empty before the first step."""
@@ -104,8 +112,6 @@ class DistributedBackend:
         self, state: Mapping[str, Any], named_parameters: Iterable[tuple[str, Tensor]]
     ) -> None:
         """Go on where this rank's ``state`` was saved. All ranks call it together, between steps."""
-        if self.world_size == 1 and not state:
-            return
         parameters = {name: p for name, p in named_parameters if p.requires_grad}
         if self._reducer is None:
             self._reducer = self._start(parameters)
@@ -119,13 +125,18 @@ class DistributedBackend:
 
     def _start(self, parameters: Mapping[str, Tensor]) -> Reducer:
         compressor = self.compressor or DenseCompressor()
-        config = self._config
-        if self.error_buffer is None:
-            config = CompressionConfig(**{**config.as_dict(), "error_feedback": False})
-        config = resolve(config, compressor)
-        transport = self._transport or TorchTransport(self._group, config.sync_timeout)
+        transport = self._transport
+        if transport is None:
+            one = self.world_size == 1
+            transport = alone() if one else TorchTransport(self._group, self._config.sync_timeout)
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
-        handshake(transport, fingerprint(config, parameters), device)
+
+        def prepare() -> tuple[CompressionConfig, dict[str, Any]]:
+            feedback = self._config.error_feedback if self.error_buffer is not None else False
+            config = resolve(replace(self._config, error_feedback=feedback), compressor)
+            return config, fingerprint(config, parameters)
+
+        config = agree(transport, device, prepare)
         return Reducer(compressor, config, transport, self.error_buffer, device)
 
     def _layouts(self, parameters: Mapping[str, Tensor]) -> list[BucketLayout]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..compression import BaseCompressor
+from ..error_feedback.state import fold_owner_
 from ..layout import BucketLayout, grown, partition, small_positions
-from ..types import Clock, CompressionConfig, Slot, Stamp, Transport
+from ..types import Clock, CompressionConfig, Held, Slot, Stamp, Transport
 from .packer import Packer, deliver_
 
 
@@ -45,11 +47,9 @@ class AllGather:
         self._packer = worker_packer(layout, compressor, config, 1, device)
         self.traffic = (transport.world_size - 1) * self._packer.row_bytes
 
-    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, joined: bool) -> bool:
+    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, held: Held = ()) -> bool:
         world = self._net.world_size
-        if joined:
-            bucket, memory = bucket.zero_(), None
-        row = self._packer.pack_(bucket, memory, stamp, clock)[0]
+        row = self._packer.pack_(bucket, memory, stamp, clock, held)[0]
         with clock.phase("wait"):
             inbox = row.new_empty((world, row.numel()))
             self._net.all_gather(inbox, row)
@@ -104,19 +104,22 @@ class Sharded:
         self.traffic = (transport.world_size - 1) * (sent.row_bytes + self._results.row_bytes)
         self.owner = Slot(torch.zeros(part.local_numel(me), device=device))
         self.slots = [self.owner] if config.error_feedback else []
+        # Where this shard's part of each parameter lies: if nobody sends any of it, the owner too
+        # must keep back what it owes there.
+        cuts = [part.local_index(offset, me) for offset in layout.offsets]
+        self._hold = list(pairwise(cuts)) if config.hold_unused else []
 
-    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, joined: bool) -> bool:
+    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, held: Held = ()) -> bool:
         world, me = self._net.world_size, self._net.rank
-        if joined:
-            bucket, memory = bucket.zero_(), None
-        rows = self._sent.pack_(bucket, memory, stamp, clock)
+        rows = self._sent.pack_(bucket, memory, stamp, clock, held)
         with clock.phase("wait"):
             inbox = torch.empty_like(rows)
             self._net.all_to_all(inbox, rows)
         with clock.phase("decode"):
             mean = self._reduce(inbox, stamp._replace(shard=me))
         owner = self.owner if self.slots else None
-        result = self._owned.pack_(mean, owner, stamp._replace(shard=me, phase=1), clock)[0]
+        quiet = [(a, b) for a, b in self._hold if not bool(mean[a:b].any())]
+        result = self._owned.pack_(mean, owner, stamp._replace(shard=me, phase=1), clock, quiet)[0]
         with clock.phase("wait"):
             row = result.new_zeros(self._results.row_bytes)
             row[: result.numel()] = result
@@ -153,9 +156,7 @@ class Sharded:
 
     def fold_(self, residual: Tensor) -> None:
         """What the owner owes to the mean, this worker owes P times: add it to its own residual."""
-        me = self._net.rank
-        local = torch.arange(self.owner.old.numel(), device=residual.device)
-        residual[self._sent.part.to_global(local, me)] += self.owner.old * self._net.world_size
+        fold_owner_(residual, self.owner.old, self._net.rank, self._net.world_size)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"owner": self.owner.old.clone()} if self.slots else {}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 
 from ..types import CompressionConfig, SyncError, Transport
 from ..version import WIRE_VERSION, __version__
 
+T = TypeVar("T")
 _LIMIT = 64 * 2**20
 
 
@@ -29,6 +30,29 @@ def fingerprint(config: CompressionConfig, parameters: Mapping[str, torch.Tensor
     }
 
 
+def agree(transport: Transport, device: torch.device, prepare: Callable[[], tuple[T, dict[str, Any]]]) -> T:
+    """Run ``prepare`` and compare what it tells (its second result) over all ranks; return the first.
+
+    If it raises on some rank, that rank raises its error and all others a SyncError that quotes
+    it: nobody is left waiting.
+    """
+    result: T | None = None
+    told: dict[str, Any] = {}
+    problem: Exception | None = None
+    try:
+        result, told = prepare()
+    except Exception as error:
+        problem = error
+    try:
+        handshake(transport, {"problem": problem and str(problem), **told}, device)
+    except SyncError:
+        if problem is None:
+            raise
+    if problem is not None:
+        raise problem
+    return cast(T, result)
+
+
 def handshake(transport: Transport, mine: Mapping[str, Any], device: torch.device) -> None:
     """Raises the same SyncError on every rank if any two differ, naming rank and field.
 
@@ -44,6 +68,9 @@ def handshake(transport: Transport, mine: Mapping[str, Any], device: torch.devic
     texts = torch.empty((transport.world_size, width), dtype=torch.uint8, device=device)
     transport.all_gather(texts, _row(text.ljust(width, b" "), device))
     everyone = [json.loads(bytes(row[:n].tolist())) for row, n in zip(texts.cpu(), lengths, strict=True)]
+    for rank, theirs in enumerate(everyone):
+        if theirs.get("problem"):
+            raise SyncError(f"rank {rank} cannot take part: {theirs['problem']}")
     for rank, theirs in enumerate(everyone):
         for field, first, other in _differences(everyone[0], theirs):
             raise SyncError(

@@ -3,7 +3,9 @@
 # No `from __future__ import annotations` here: DDP inspects the hook's annotations as objects.
 
 import time
+import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +13,12 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compression.base import check_gradient
+from ..compression.base import BaseCompressor, check_gradient
 from ..compression.factory import from_config
 from ..layout import BucketLayout
 from ..metrics import Ledger
 from ..types import CompressionConfig, SyncError
-from .handshake import fingerprint, handshake
+from .handshake import agree, fingerprint
 from .reducer import Reducer, resolve, split_by_size
 from .transport import TorchTransport
 from .worker import Worker
@@ -31,21 +33,27 @@ class GradientSync:
 
     def __init__(self, model: DistributedDataParallel, config: CompressionConfig) -> None:
         parameters = dict(model.module.named_parameters())
-        _check_model(model, parameters)
-        trained = [p for p in parameters.values() if p.requires_grad]
-        self._device = trained[0].device if trained else torch.device("cpu")
-        compressor = from_config(config, self._device)
-        config = resolve(config, compressor)
+        device = next((p.device for p in parameters.values() if p.requires_grad), torch.device("cpu"))
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._parameters = parameters
+
+        def prepare() -> tuple[tuple[BaseCompressor, CompressionConfig], dict[str, Any]]:
+            _check_model(model, parameters)
+            compressor = from_config(config, device)
+            hold = config.hold_unused or (model.find_unused_parameters and not model.static_graph)
+            resolved = resolve(replace(config, hold_unused=hold), compressor)
+            return (compressor, resolved), fingerprint(resolved, parameters)
+
         self._transport = TorchTransport(model.process_group, config.sync_timeout)
         try:
-            handshake(self._transport, fingerprint(config, parameters), self._device)
+            compressor, resolved = agree(self._transport, device, prepare)
         except BaseException:
             self._transport.close()
             raise
-        self._reducer = Reducer(compressor, config, self._transport, device=self._device)
+        self._reducer = Reducer(compressor, resolved, self._transport, device=device)
         self._worker = Worker(self._transport.alive)
+        # Ends the thread when this object is forgotten, and at interpreter exit.
+        weakref.finalize(self, self._worker.close, 5.0)
         self._layouts: dict[tuple[int, ...], BucketLayout] = {}
         self.error: BaseException | None = None
         """The first error of the worker thread, with its traceback; backward only quotes it."""
@@ -75,7 +83,9 @@ class GradientSync:
         Residuals are keyed by parameter name. Tensors and plain values only, so the file loads
         with ``torch.load(path, weights_only=True)``.
         """
-        return self._reducer.state_dict()
+        state = self._reducer.state_dict()
+        state["residuals"] = {name: self._logical(name, r) for name, r in state["residuals"].items()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where this rank's ``state`` was saved. All ranks must call it, between steps.
@@ -83,7 +93,12 @@ class GradientSync:
         Raises ValueError if the state is of another model, rank or number of workers, and
         SyncError if another rank's does not fit or is of another step; nothing is changed then.
         """
-        self._reducer.load_state_dict(state, self._shapes)
+        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        residuals = state.get("residuals") if isinstance(state, Mapping) else None
+        if isinstance(residuals, Mapping):
+            laid = {name: self._in_memory_order(name, r) for name, r in residuals.items()}
+            state = dict(state) | {"residuals": laid}
+        self._reducer.load_state_dict(state, shapes)
 
     def close(self) -> None:
         """End the worker thread and give its process group back. Safe to call twice."""
@@ -117,6 +132,8 @@ class GradientSync:
 
         def work() -> None:
             try:
+                if self.error is not None:
+                    raise SyncError(f"an earlier bucket failed: {self.error}")
                 if ready is not None:
                     torch.cuda.current_stream(buffer.device).wait_event(ready)
                 if first:
@@ -125,13 +142,32 @@ class GradientSync:
                 if last:
                     self.stats.exposed(time.perf_counter() - submitted)
             except Exception as error:
-                self.error = self.error or error
+                if self.error is None:
+                    self.error = error
+                    self._reducer.abandon_step()
+                    self._transport.close(failed=True)
                 future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(buffer)
 
         self._worker.submit(work)
         return future
+
+    def _logical(self, name: str, residual: Tensor) -> Tensor:
+        """DDP lays a gradient in its parameter's memory order; a state has the parameter's own."""
+        parameter = self._parameters[name]
+        if parameter.is_contiguous():
+            return residual
+        return residual.reshape(-1).as_strided(parameter.shape, parameter.stride()).contiguous()
+
+    def _in_memory_order(self, name: str, residual: Tensor) -> Tensor:
+        """The inverse of ``_logical``; what does not fit is left for ``load_state_dict`` to refuse."""
+        parameter = self._parameters.get(name)
+        fits = isinstance(residual, Tensor) and parameter is not None and residual.shape == parameter.shape
+        if not fits or parameter is None or parameter.is_contiguous():
+            return residual
+        laid = torch.empty_strided(parameter.shape, parameter.stride(), dtype=residual.dtype)
+        return laid.copy_(residual).as_strided((residual.numel(),), (1,)).view(residual.shape)
 
     def _layout(self, bucket: GradBucket) -> BucketLayout:
         parameters = bucket.parameters()

@@ -11,7 +11,7 @@ from ..compression import PowerSGDCompressor
 from ..compression.powersgd import first_factor, matrix_shape, orthogonal, worthwhile
 from ..kernels.reference import all_finite
 from ..layout import BucketLayout
-from ..types import Clock, CompressionConfig, Slot, Stamp, Transport
+from ..types import Clock, CompressionConfig, Held, Slot, Stamp, Transport
 
 
 class LowRank:
@@ -47,12 +47,12 @@ class LowRank:
         floats = whole + sum((r + c) * compressor.rank for r, c in self._matrices.values())
         self.traffic = 2 * (transport.world_size - 1) * floats * 4 // transport.world_size
 
-    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, joined: bool) -> bool:
-        if joined:
-            bucket, memory = bucket.zero_(), None
+    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, held: Held = ()) -> bool:
         with clock.phase("select"):
             due = torch.empty_like(bucket, dtype=torch.float32) if memory is None else memory.new
             torch.add(bucket, 0.0 if memory is None else memory.old, out=due)
+            for a, b in held:
+                due[a:b] = 0
             views = self._layout.views(due)
             matrices = {name: views[name].reshape(shape) for name, shape in self._matrices.items()}
             whole = {name: view.reshape(-1) for name, view in views.items() if name not in matrices}
@@ -65,6 +65,9 @@ class LowRank:
                 matrix -= lefts[name] @ rights[name].T
             for view in whole.values():
                 view.zero_()
+            if memory is not None:
+                for a, b in held:
+                    due[a:b] = memory.old[a:b]
         (rights,) = self._average([rights], clock)
         clock.traffic(self.traffic, self.traffic)
         with clock.phase("decode"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
 from ..compression import BaseCompressor
 from ..kernels.reference import all_finite
 from ..layout import Partition
-from ..types import Clock, Payload, Slot, Stamp
+from ..types import Clock, Held, Payload, Slot, Stamp
 from ..wire import Decoded
 
 
@@ -40,17 +42,24 @@ class Packer:
         self._nbytes = [self.codec.nbytes(*shape) for shape in self._shapes]
         self.row_bytes = max(self._nbytes)
 
-    def pack_(self, gradient: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock) -> Tensor:
+    def pack_(
+        self, gradient: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, held: Held = ()
+    ) -> Tensor:
         """Messages (shards, row_bytes) for ``memory.old + gradient``; the rest to ``memory.new``.
 
         The law: ``old + gradient == decode(own messages) + new``. May overwrite ``gradient`` where
         small tensors lie. If anything is not finite, every message says so and ``memory.new``
-        means nothing.
+        means nothing. What is owed in the ranges ``held`` stays owed.
         """
+        start = time.perf_counter()
+        original = gradient.numel() * gradient.element_size()
         with clock.phase("select"):
             gradient = gradient.to(torch.float32)
             residual = memory.old if memory else None
             out = memory.new if memory else torch.empty_like(gradient)
+            if residual is not None:
+                for a, b in held:  # make it sum to zero, so that nothing there is chosen
+                    torch.neg(residual[a:b], out=gradient[a:b])
             small = [self._detach_(gradient, residual, positions) for positions in self.small]
             taken, finite = self.compressor.take_parts(residual, gradient, out, self.part, stamp)
             finite = finite and all(map(all_finite, small))
@@ -64,6 +73,11 @@ class Packer:
                     shape = self._shapes[shard]
                     row = self.codec.encode_not_finite(*shape, where, gradient.device)
                 rows[shard, : row.numel()] = row
+            if residual is not None:
+                for a, b in held:
+                    out[a:b] = residual[a:b]
+        if self.scaled:
+            self.compressor.stats.add(original, rows.numel(), time.perf_counter() - start)
         return rows
 
     @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from ..compression import BaseCompressor
 from ..error_feedback import ErrorFeedbackBuffer
 from ..error_feedback.state import STATE_FORMAT, SavedBucket, check_state, fold_owner_
 from ..kernels import describe
+from ..kernels.reference import all_finite
 from ..layout import BucketLayout
 from ..metrics import Ledger
 from ..types import (
@@ -26,7 +28,7 @@ from ..types import (
     unknown_name,
 )
 from .collectives import AllGather, Sharded
-from .handshake import handshake
+from .handshake import agree
 from .lowrank import LowRank
 
 COLLECTIVES: dict[str, CollectiveFactory] = {
@@ -63,7 +65,8 @@ class Reducer:
         self.config = resolve(config, compressor)
         self.transport = transport
         self.memory = memory if memory is not None else ErrorFeedbackBuffer()
-        self.stats = Ledger(_method(self.config, compressor), describe(), bool(self.config.error_feedback))
+        feedback = bool(self.config.error_feedback)
+        self.stats = Ledger(_method(self.config, compressor), describe(), feedback, compressor.unbiased)
         self.step = 0
         self._lanes: dict[BucketLayout, _Lane] = {}
         self._order: list[BucketLayout] = []
@@ -75,15 +78,20 @@ class Reducer:
     def reduce_(self, layout: BucketLayout, bucket: Tensor, *, last: bool, joined: bool = False) -> None:
         """Overwrite ``bucket`` with the mean over all workers; ``last`` ends the step.
 
+        A ``joined`` rank has run out of data: it brings zeros, keeps what it owes, and keeps its
+        place in the exchange.
+
         A bucket that a loaded state knows as several is reduced as several, so that a resumed
         run chooses what the uninterrupted run would have chosen.
         """
-        parts = self._planned(layout) or split_by_size(layout)
-        if self.transport.world_size > 1 and layout.numel > 0:
-            if len(parts) == 1:
+        if layout.numel > 0 and self.transport.world_size > 1:
+            parts = self._planned(layout) or split_by_size(layout)
+            if parts == [layout]:
                 self._reduce_part_(layout, bucket, joined)
             else:
                 self._reduce_parts_(layout, parts, bucket, joined)
+        elif layout.numel > 0:
+            self._pay_(layout, bucket)
         if last:
             self._end_step()
 
@@ -96,10 +104,10 @@ class Reducer:
         memory = self.memory.open(layout, bucket.device) if self.config.error_feedback else None
         stamp = Stamp(self.config.seed, self.step, len(self._seen), sender=self.transport.rank)
         self._seen.append(layout)
-        finite = lane.collective.mean_(bucket, memory, stamp, self.stats, joined)
-        self._finite &= finite
+        held = [(0, layout.numel)] if joined else self._unused(layout, bucket)
+        self._finite &= lane.collective.mean_(bucket, memory, stamp, self.stats, held)
         self._touched += lane.collective.slots
-        if memory is not None and not joined:
+        if memory is not None:
             self._touched.append(memory)
         self.stats.bucket(bucket.numel() * bucket.element_size(), self.transport.world_size)
 
@@ -112,6 +120,21 @@ class Reducer:
             self._reduce_part_(part, flat, joined)
             for name, view in part.views(flat).items():
                 views[name].copy_(view)
+
+    def _unused(self, layout: BucketLayout, bucket: Tensor) -> list[tuple[int, int]]:
+        """Where parameters lie that got no gradient in this step, if that matters."""
+        if not self.config.hold_unused:
+            return []
+        return [(a, b) for a, b in pairwise(layout.offsets) if not bool(bucket[a:b].any())]
+
+    def _pay_(self, layout: BucketLayout, bucket: Tensor) -> None:
+        """Alone there is nothing to send: what an earlier, larger job still owed is applied now."""
+        if any(name in self.memory for name in layout.names):
+            slot = self.memory.open(layout, bucket.device)
+            bucket += slot.old
+            slot.new.zero_()
+            self._finite &= all_finite(bucket)
+            self._touched.append(slot)
 
     def _end_step(self) -> None:
         if self._finite:
@@ -167,8 +190,12 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of everything that the next step depends on: tensors and plain values only."""
-        lanes = [(layout, self._lanes[layout]) for layout in self._order if layout in self._lanes]
-        buckets = [SavedBucket(layout, lane.name, lane.collective.state_dict()) for layout, lane in lanes]
+        lanes = {layout: self._lanes[layout] for layout in self._order if layout in self._lanes} | self._lanes
+        buckets = [
+            SavedBucket(layout, lane.name, lane.collective.state_dict()) for layout, lane in lanes.items()
+        ]
+        covered = {name for layout in lanes for name in layout.names}
+        buckets += [saved for saved in self._plan if not covered.intersection(saved.layout.names)]
         return {
             "format": STATE_FORMAT,
             "step": self.step,
@@ -185,25 +212,20 @@ class Reducer:
         All ranks call it together. If any rank's state does not fit, or they are of different
         steps, every rank raises and nothing is changed anywhere.
         """
-        problem: ValueError | None = None
-        try:
-            check_state(state, self.transport.rank, self.transport.world_size, shapes)
-        except ValueError as error:
-            problem = error
-        told: dict[str, Any] = {"problem": problem and str(problem)}
-        if problem is None:
-            told |= {
-                "step": state["step"],
-                "buckets": [bucket["names"] for bucket in state["buckets"]],
-            }
-        try:
-            handshake(self.transport, {"state": told}, self._device)
-        finally:
-            if problem is not None:
-                raise problem
+
+        def prepare() -> tuple[list[SavedBucket], dict[str, Any]]:
+            plan = check_state(state, self.transport.rank, self.transport.world_size, shapes)
+            if not self.config.error_feedback and any(bool(r.any()) for r in state["residuals"].values()):
+                raise ValueError(
+                    "state holds residuals, but error_feedback is off: they would never be sent. Turn it "
+                    "on, or empty state['residuals'] if they are to be dropped"
+                )
+            names = [list(saved.layout.names) for saved in plan]
+            return plan, {"state": {"step": state["step"], "buckets": names}}
+
+        self._plan = agree(self.transport, self._device, prepare)
         self.memory.load_state_dict(state["residuals"])
         self.step = int(state["step"])
-        self._plan = [SavedBucket.from_dict(bucket) for bucket in state["buckets"]]
         self._lanes, self._order = {}, []
         self.abandon_step()
 
@@ -227,7 +249,7 @@ def resolve(config: CompressionConfig, compressor: BaseCompressor) -> Compressio
             f"{compressor.name!r} cannot travel by {config.collective!r}; "
             f"use auto or {' or '.join(compressor.collectives)}"
         )
-    return replace(config, compressor=compressor.name, error_feedback=feedback)
+    return replace(config, compressor=compressor.name, error_feedback=feedback, **compressor.options())
 
 
 def choose(

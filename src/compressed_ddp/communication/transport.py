@@ -55,22 +55,26 @@ class TorchTransport:
 
     def alive(self) -> bool:
         try:
-            return dist.is_initialized() and dist.get_rank(self.group) >= 0
+            return self.group is not None and dist.is_initialized() and dist.get_rank(self.group) >= 0
         except (RuntimeError, ValueError):
             return False
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Give the group back. Without effect if the user destroyed all groups already.
 
         torch names a locally synchronised group after its members and how many groups there are,
         so destroying one would let the next take its name, and its stale addresses: such a group
-        lives until the user destroys them all.
+        lives until the user destroys them all. After a failure it goes at once, so that peers hear
+        of it now and not when they time out.
         """
-        if self._whole and self.alive():
-            dist.destroy_process_group(self.group)
+        if (self._whole or failed) and self.alive():
+            group, self.group = self.group, None
+            dist.destroy_process_group(group)  # the last reference goes with it, and the sockets
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
+        if self.group is None:
+            raise SyncError(f"{what} after the end: this synchroniser was closed, or failed before")
         try:
             yield
         except RuntimeError as error:
@@ -104,8 +108,14 @@ class InProcessTransport:
     def alive(self) -> bool:
         return not self._hub.broken()
 
-    def close(self) -> None:
-        pass
+    def close(self, *, failed: bool = False) -> None:
+        if failed:
+            self._hub.abort()
+
+
+def alone() -> InProcessTransport:
+    """A network of one."""
+    return InProcessTransport(InProcessHub(1), 0)
 
 
 class InProcessHub:

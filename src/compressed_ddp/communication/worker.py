@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +14,8 @@ _IDLE_SECONDS = 0.5
 class Worker:
     """Runs submitted work one after the other on a thread of its own.
 
-    The thread ends on ``close``, at interpreter exit, and soon after ``alive`` turns false (the
-    user destroyed the process group). It is started by the first piece of work.
+    The thread ends on ``close``, and soon after ``alive`` turns false (the user destroyed the
+    process group). It is started by the first piece of work.
     """
 
     def __init__(self, alive: Callable[[], bool], name: str = "compressed-ddp") -> None:
@@ -26,7 +24,6 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self.closed = False
-        self._at_exit = _close_at_exit(self)
 
     def submit(self, work: Callable[[], Any]) -> None:
         """Queue ``work``; it must deal with its own errors."""
@@ -43,7 +40,6 @@ class Worker:
         with self._lock:
             self.closed = True
             thread, self._thread = self._thread, None
-        atexit.unregister(self._at_exit)
         if thread is not None and thread is not threading.current_thread():
             self._queue.put(None)
             thread.join(timeout)
@@ -61,16 +57,4 @@ class Worker:
             if work is None:
                 return
             work()
-
-
-def _close_at_exit(worker: Worker) -> Callable[[], None]:
-    """Join the thread before the interpreter is torn down, without keeping ``worker`` alive."""
-    reference = weakref.ref(worker)
-
-    def close() -> None:
-        living = reference()
-        if living is not None:
-            living.close(timeout=5.0)
-
-    atexit.register(close)
-    return close
+            del work  # or the idle thread would keep its owner alive

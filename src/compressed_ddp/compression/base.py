@@ -6,14 +6,14 @@ import math
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..kernels.reference import all_finite, take_selected
 from ..layout import Partition, Quota
-from ..types import Payload, Stamp, unknown_name
+from ..types import Payload, Stamp, check_ratio, unknown_name
 from ..wire import SPARSE_VALUES, MessageCodec
 
 
@@ -25,6 +25,13 @@ class CompressStats:
     total_bytes_original: int = 0
     total_bytes_compressed: int = 0
     total_time_ms: float = 0.0
+
+    def add(self, original: int, compressed: int, seconds: float) -> None:
+        """Count one call."""
+        self.total_calls += 1
+        self.total_bytes_original += original
+        self.total_bytes_compressed += compressed
+        self.total_time_ms += seconds * 1e3
 
     def compression_ratio(self) -> float:
         """Percent of bandwidth saved: 0 for nothing (or no call yet), 99 for a hundredth left."""
@@ -55,14 +62,18 @@ class BaseCompressor(ABC):
     """The expectation of what is sent is the gradient itself, so it works without a residual."""
 
     def __init__(self, ratio: float = 1.0, *, values: str = "fp32", seed: int = 0) -> None:
-        if not 0.0 < ratio <= 1.0:
-            raise ValueError(f"ratio must be in (0, 1], got {ratio!r}; 0.01 sends one entry in a hundred")
+        check_ratio(ratio)
         if values not in self.value_formats:
             raise unknown_name(f"value format for {self.name!r}:", values, self.value_formats)
-        self.ratio = ratio
+        self.ratio = float(ratio)
+        self.values = values
         self.seed = seed
         self.codec = MessageCodec.named(self.index_format, values)
         self.stats = CompressStats()
+
+    def options(self) -> dict[str, Any]:
+        """The settings that all workers must share, under their names in CompressionConfig."""
+        return {"ratio": self.ratio, "values": self.values, "seed": self.seed}
 
     def quota(self, numel: int) -> int:
         """k: how many of ``numel`` entries a message has room for; at least one, if there are any."""
@@ -92,10 +103,7 @@ class BaseCompressor(ABC):
         indices = self.select(flat, k, stamp)
         payload = Payload(self.scale(flat[indices], k, n), indices, tensor.shape)
         seen = self.rounded(payload, stamp)
-        self.stats.total_calls += 1
-        self.stats.total_bytes_original += n * tensor.element_size()
-        self.stats.total_bytes_compressed += self.nbytes(tensor.shape)
-        self.stats.total_time_ms += (time.perf_counter() - start) * 1e3
+        self.stats.add(n * tensor.element_size(), self.nbytes(tensor.shape), time.perf_counter() - start)
         return payload._replace(values=seen)
 
     def nbytes(self, shape: torch.Size) -> int:
@@ -124,6 +132,7 @@ class BaseCompressor(ABC):
         ``residual`` must be float32 and have the gradient's shape. A gradient that is not finite
         raises ValueError and leaves ``residual`` as it was.
         """
+        start = time.perf_counter()
         check_gradient(gradient)
         n = gradient.numel()
         if residual.shape != gradient.shape or residual.dtype != torch.float32:
@@ -145,7 +154,8 @@ class BaseCompressor(ABC):
         if not all_finite(new):
             raise ValueError("what would be sent is not finite; the residual was left as it was")
         residual.copy_(new.view(residual.shape))
-        self.stats.total_calls += 1
+        original = n * gradient.element_size()
+        self.stats.add(original, self.nbytes(gradient.shape), time.perf_counter() - start)
         return sent._replace(values=seen)
 
     def take_parts(

@@ -45,6 +45,7 @@ class DenseCompressor(FullCompressor):
 
     name = "dense"
     value_formats = ("fp32",)
+    unbiased = True
 
 
 class FP16Compressor(FullCompressor):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,9 @@ class PowerSGDCompressor(FullCompressor):
         if rank < 1:
             raise ValueError(f"rank must be at least 1, got {rank!r}")
         self.rank = rank
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"rank": self.rank}
 
     def nbytes(self, shape: torch.Size) -> int:
         rows, columns = matrix_shape(shape)

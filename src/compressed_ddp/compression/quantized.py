@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .base import BaseCompressor
 from .dense import FullCompressor
 
@@ -64,5 +66,9 @@ class QSGDCompressor(FullCompressor):
                 "127 takes 8 bits an element, 7 takes 4, 1 takes 2"
             )
         BaseCompressor.__init__(self, 1.0, values=f"qsgd{levels}", seed=seed)
+        self.levels = levels
         # The variance is at most min(d / s^2, sqrt(d) / s) of the signal's energy, d = 512.
         self.contraction = min(512 / levels**2, 512**0.5 / levels) < 1.0
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"levels": self.levels}

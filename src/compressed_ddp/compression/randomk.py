@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..types import Stamp
@@ -30,6 +32,9 @@ class RandomKCompressor(BaseCompressor):
         super().__init__(ratio, values=values, seed=seed)
         self.unbiased = unbiased
         self.contraction = not unbiased
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"unbiased": self.unbiased}
 
     def select(self, flat: Tensor, k: int, stamp: Stamp) -> Tensor:
         return seeded_indices(flat.numel(), k, stamp, flat.device)

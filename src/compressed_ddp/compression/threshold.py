@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,8 @@ class ThresholdCompressor(BaseCompressor):
     With ``threshold=None`` the k-th magnitude is estimated from a random sample of 4,096
     entries. Where more than k pass, the k largest of them are sent (and then the choice is
     exactly Top-K's); where fewer pass, fewer are sent, in a message of the same size: messages
-    are fixed, so a high threshold saves work and accuracy of choice, not bytes. Strom, "Scalable
+    are fixed, so a high threshold saves work, not bytes. Cost: one pass to compare, and a
+    selection among what passes; bytes as Top-K. Strom, "Scalable
     Distributed DNN Training Using Commodity GPU Cloud Computing", 2015; Lin et al., "Deep
     Gradient Compression", 2018 (the sampled estimate).
     """
@@ -37,6 +40,9 @@ class ThresholdCompressor(BaseCompressor):
         if threshold is not None and not threshold > 0:
             raise ValueError(f"threshold must be a positive magnitude, got {threshold!r}")
         self.threshold = threshold
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"threshold": self.threshold}
 
     def select(self, flat: Tensor, k: int, stamp: Stamp) -> Tensor:
         magnitude = flat.abs()

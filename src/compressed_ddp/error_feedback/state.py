@@ -28,7 +28,7 @@ class SavedBucket:
             "names": list(self.layout.names),
             "shapes": [list(shape) for shape in self.layout.shapes],
             "way": self.way,
-            "state": self.state,
+            "state": {key: tensor.clone() for key, tensor in self.state.items()},
         }
 
     @classmethod
@@ -39,8 +39,50 @@ class SavedBucket:
 
 def check_state(
     state: Mapping[str, Any], rank: int, world_size: int, shapes: Mapping[str, torch.Size]
-) -> None:
-    """Raises ValueError, with the way out, unless ``state`` fits this rank of this job."""
+) -> list[SavedBucket]:
+    """The buckets of ``state``; raises ValueError, with the way out, unless it fits this rank of this job."""
+    _check_origin(state, rank, world_size)
+    try:
+        for name, residual in state["residuals"].items():
+            _check_tensor(f"residual of {name!r}", residual)
+            if name not in shapes:
+                raise ValueError(f"state has a residual for {name!r}, which this model does not have")
+            if residual.shape != shapes[name]:
+                found, wanted = tuple(residual.shape), tuple(shapes[name])
+                raise ValueError(f"residual of {name!r} has shape {found}, the parameter {wanted}")
+        buckets = [SavedBucket.from_dict(bucket) for bucket in state["buckets"]]
+        for bucket in buckets:
+            _check_bucket(bucket, rank, world_size, shapes)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"damaged state: {type(error).__name__} {error}") from error
+    return buckets
+
+
+def _check_bucket(bucket: SavedBucket, rank: int, world_size: int, shapes: Mapping[str, torch.Size]) -> None:
+    for name, shape in zip(bucket.layout.names, bucket.layout.shapes, strict=True):
+        if shapes.get(name) != shape:
+            raise ValueError(f"state has a bucket with {name!r} of shape {tuple(shape)}, the model has not")
+    for key, tensor in bucket.state.items():
+        _check_tensor(f"{key} of the bucket with {bucket.layout.names[0]!r}", tensor)
+    owner = bucket.state.get("owner")
+    mine = Partition(bucket.layout.numel, world_size, ()).local_numel(rank)
+    if owner is not None and owner.shape != (mine,):
+        raise ValueError(
+            f"owner residual has shape {tuple(owner.shape)}, this rank's shard has {mine} elements"
+        )
+
+
+def _check_tensor(what: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
+        raise ValueError(f"{what} is not a floating point tensor: this state is damaged")
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"{what} has NaN or infinite entries: this state is damaged")
+
+
+def _check_origin(state: Mapping[str, Any], rank: int, world_size: int) -> None:
+    """The outside of a state: is it one, and of this rank of as many workers?"""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"not a compressed-ddp state: {type(state).__name__}")
     missing = [field for field in _FIELDS if field not in state]
     if missing:
         raise ValueError(f"not a compressed-ddp state: it has no {missing[0]!r}")
@@ -55,15 +97,6 @@ def check_state(
         raise ValueError(
             f"state was saved by rank {state['rank']}, this is rank {rank}: each rank loads its own"
         )
-    for name, residual in state["residuals"].items():
-        if name not in shapes:
-            raise ValueError(f"state has a residual for {name!r}, which this model does not have")
-        if residual.shape != shapes[name]:
-            raise ValueError(
-                f"residual of {name!r} has shape {tuple(residual.shape)}, the parameter {tuple(shapes[name])}"
-            )
-        if not bool(torch.isfinite(residual).all()):
-            raise ValueError(f"residual of {name!r} has NaN or infinite entries: this state is damaged")
 
 
 def fold_owner_(residual: Tensor, owner: Tensor, rank: int, world_size: int) -> None:
@@ -81,8 +114,9 @@ def reshard_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list
     states; with the same number of workers they are the old ones, bit for bit.
     """
     old = len(states)
-    if [state["rank"] for state in states] != list(range(old)) or states[0]["world_size"] != old:
-        raise ValueError("pass the states of all ranks of one job, in rank order")
+    ranks = [state.get("rank") for state in states]
+    if not states or ranks != list(range(old)) or states[0]["world_size"] != old:
+        raise ValueError(f"pass the states of all ranks of one job, in rank order; got ranks {ranks}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if world_size == old:

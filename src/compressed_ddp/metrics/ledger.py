@@ -41,10 +41,11 @@ class StepRecord:
 class Ledger:
     """Written by the thread that synchronises, read by anyone: ``print(sync.stats)``."""
 
-    def __init__(self, method: str, kernels: str, error_feedback: bool) -> None:
+    def __init__(self, method: str, kernels: str, error_feedback: bool, unbiased: bool = False) -> None:
         self.method = method
         self.kernels = kernels
         self.error_feedback = error_feedback
+        self.unbiased = unbiased
         self.collectives: dict[str, int] = {}
         """How many buckets of the current layout go which way."""
         self.total = StepRecord()
@@ -92,7 +93,8 @@ class Ledger:
 
     def __str__(self) -> str:
         total, last = self.total, self.last
-        feedback = "on" if self.error_feedback else "off (what is not sent is lost)"
+        without = "off (not needed: unbiased)" if self.unbiased else "off (what is not sent is lost)"
+        feedback = "on" if self.error_feedback else without
         ways = ", ".join(f"{name} x{n}" for name, n in self.collectives.items()) or "none yet"
         lines = [
             f"{self.method}; error feedback {feedback}",
