@@ -397,9 +397,9 @@ def forgotten(rank: int, world: int) -> tuple[int, int]:
     running = len(our_threads())
     dist.barrier()
     del model, models
-    gc.collect()
     deadline = time.monotonic() + 10
     while our_threads() and time.monotonic() < deadline:
+        gc.collect()  # a thread may still be leaving its last piece of work when the first one runs
         time.sleep(0.05)
     return running, len(our_threads())
 

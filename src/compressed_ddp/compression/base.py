@@ -50,7 +50,7 @@ class BaseCompressor(ABC):
     name: ClassVar[str]
     index_format: ClassVar[str] = "elias_fano"
     value_formats: ClassVar[tuple[str, ...]] = SPARSE_VALUES
-    """Formats the values may travel in; a single one belongs to the method itself."""
+    """Formats the values may travel in."""
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "sharded")
     """Ways this compressor can be exchanged; ``auto`` chooses among them by bytes."""
     scopes: ClassVar[tuple[str, ...]] = ("bucket", "tensor")
