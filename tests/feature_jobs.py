@@ -239,6 +239,10 @@ def refused(rank: int, world: int, what: str) -> str:
             model = DDP(small_model())
             attach(model)
             attach(model)
+        elif what == "text":
+            attach(DDP(small_model()), "topk")  # type: ignore[arg-type]
+        elif what == "pairs":
+            DistributedBackend().allreduce_gradients(small_model().parameters())  # type: ignore[arg-type]
         elif what == "closed":
             model = DDP(small_model())
             attach(model).close()

@@ -98,6 +98,8 @@ def test_overflow_on_one_rank_is_skipped_by_all(pool: Pool, way: str) -> None:
         ("complex", "TypeError: cannot compress a gradient of dtype torch.complex64"),
         ("bare", "TypeError: attach needs a DistributedDataParallel model, got Sequential"),
         ("twice", "can only be called once"),
+        ("text", "TypeError: attach needs a CompressionConfig, got 'topk'"),
+        ("pairs", "TypeError: (name, parameter) pairs are needed: pass model.named_parameters()"),
         ("closed", "GradientSync was closed"),
         ("name", "ValueError: unknown compressor 'topq'; did you mean 'topk'?"),
     ],

@@ -31,7 +31,7 @@ def main(rank=None, world=None, store=None):
     sync = attach(model, CompressionConfig(ratio=0.01))
     for _ in range(3):
         model(torch.randn(4, 100)).sum().backward()
-    print("steps", sync.stats.total.steps, flush=True)
+    print(f"steps {{sync.stats.total.steps}}\\n", end="", flush=True)  # one write: two ranks share the pipe
 {ending}
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ ROWS = [
     Row("powersgd", {"rank": 1}),
 ]
 CONTRACTIONS = [row for row in ROWS if row.make().contraction]
-SPARSE = [row for row in ROWS if row.name in ("topk", "threshold", "randomk")]
+SPARSE = [row for row in ROWS if row.make().index_format != "all"]
 SHRINKING = [row for row in SPARSE if row in CONTRACTIONS]
 IN_MESSAGES = [row for row in ROWS if row.name != "powersgd"]
 """PowerSGD travels as plain all-reduces (tests of its own: tests/unit/test_collectives.py)."""

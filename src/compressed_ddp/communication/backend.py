@@ -82,7 +82,7 @@ class DistributedBackend:
         if self.world_size == 1 and not self.error_buffer:
             return
         start = time.perf_counter()
-        parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        parameters = _trained(named_parameters)
         for name, parameter in parameters.items():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -112,7 +112,7 @@ class DistributedBackend:
         self, state: Mapping[str, Any], named_parameters: Iterable[tuple[str, Tensor]]
     ) -> None:
         """Go on where this rank's ``state`` was saved. All ranks call it together, between steps."""
-        parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        parameters = _trained(named_parameters)
         if self._reducer is None:
             self._reducer = self._start(parameters)
         self._reducer.load_state_dict(state, {name: p.shape for name, p in parameters.items()})
@@ -155,3 +155,10 @@ class DistributedBackend:
             layouts = [BucketLayout(tuple(r), tuple(parameters[n].shape for n in r)) for r in runs]
             self._buckets[key] = [part for layout in layouts for part in split_by_size(layout)]
         return self._buckets[key]
+
+
+def _trained(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    try:
+        return {name: p for name, p in named_parameters if p.requires_grad}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TypeError("(name, parameter) pairs are needed: pass model.named_parameters()") from error

@@ -194,6 +194,10 @@ def attach(model: DistributedDataParallel, config: CompressionConfig | None = No
             f"attach needs a DistributedDataParallel model, got {type(model).__name__}; wrap it first, or "
             "use DistributedBackend in a loop of your own"
         )
+    if config is not None and not isinstance(config, CompressionConfig):
+        raise TypeError(
+            f"attach needs a CompressionConfig, got {config!r}; CompressionConfig(compressor=...)"
+        )
     sync = GradientSync(model, config or CompressionConfig())
     try:
         model.register_comm_hook(sync, compressed_hook)

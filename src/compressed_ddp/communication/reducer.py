@@ -296,5 +296,5 @@ def split_by_size(layout: BucketLayout, limit: int = MAX_NUMEL) -> list[BucketLa
 
 
 def _method(config: CompressionConfig, compressor: BaseCompressor) -> str:
-    sparse = len(compressor.value_formats) > 1 and compressor.ratio < 1
+    sparse = compressor.index_format != "all"
     return f"{compressor.name}, ratio {config.ratio:g}, {config.values} values" if sparse else compressor.name

@@ -40,9 +40,11 @@ class Worker:
         with self._lock:
             self.closed = True
             thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None:
             self._queue.put(None)
-            thread.join(timeout)
+            # The garbage collector may run its owner's finalizer on this very thread.
+            if thread is not threading.current_thread():
+                thread.join(timeout)
 
     def _run(self) -> None:
         while True:
