@@ -26,6 +26,8 @@ from compressed_ddp import (
 )
 from compressed_ddp.communication import GradientSync
 
+PATIENT = 600.0
+"""A sync_timeout beyond the pool's own deadline: a rank that waits for it fails its test."""
 EXACT = {"ratio": 1.0, "values": "fp32"}
 
 
@@ -254,10 +256,11 @@ def refused(rank: int, world: int, what: str) -> str:
     return "nothing was said"
 
 
-def disagree(rank: int, world: int, field: str) -> tuple[str, float]:
+def disagree(rank: int, world: int, field: str) -> str:
     """The last rank differs in one thing; everyone must hear of it, soon."""
     odd = rank == world - 1
-    config = CompressionConfig(ratio=0.02 if odd and field == "ratio" else 0.01)
+    ratio = 0.02 if odd and field == "ratio" else 0.01
+    config = CompressionConfig(ratio=ratio, sync_timeout=PATIENT)
     model = small_model()
     if odd and field == "frozen":
         model[0].weight.requires_grad_(False)
@@ -265,22 +268,21 @@ def disagree(rank: int, world: int, field: str) -> tuple[str, float]:
         from compressed_ddp.communication import handshake
 
         handshake.__version__ = "0.0.1"
-    start = time.monotonic()
     try:
         if field == "frozen":
-            backend = DistributedBackend(get_compressor(0.01), ErrorFeedbackBuffer())
+            backend = DistributedBackend(get_compressor(0.01), ErrorFeedbackBuffer(), config=config)
             loss_of(model, rank, 0).backward()
             backend.allreduce_gradients(model.named_parameters())
         else:
             attach(DDP(model), config)
     except SyncError as error:
-        return str(error), time.monotonic() - start
+        return str(error)
     finally:
         if odd and field == "version":
             from compressed_ddp.version import __version__
 
             handshake.__version__ = __version__
-    return "nothing was said", 0.0
+    return "nothing was said"
 
 
 def damaged_state(rank: int, world: int, what: str) -> tuple[str, bool]:
@@ -331,14 +333,14 @@ def damaged_state(rank: int, world: int, what: str) -> tuple[str, bool]:
     return said, unchanged
 
 
-def invalid_on_one_rank(rank: int, world: int) -> tuple[str, float]:
-    start = time.monotonic()
-    config = CompressionConfig(compressor="randomk", scope="tensor" if rank == 1 else "bucket")
+def invalid_on_one_rank(rank: int, world: int) -> str:
+    scope = "tensor" if rank == 1 else "bucket"
+    config = CompressionConfig(compressor="randomk", scope=scope, sync_timeout=PATIENT)
     try:
         attach(DDP(small_model()), config)
     except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
-    return "nothing was said", 0.0
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
 
 
 def alternating_branches(rank: int, world: int, config: dict[str, Any]) -> float:
@@ -365,7 +367,7 @@ def alternating_branches(rank: int, world: int, config: dict[str, Any]) -> float
 def fails_midway(rank: int, world: int, way: str) -> dict[str, Any]:
     """An error planted in rank 1's first bucket of the third step, with others queued behind it."""
     model = DDP(small_model(), bucket_cap_mb=0.01)
-    sync = attach(model, CompressionConfig(ratio=0.05, collective=way))
+    sync = attach(model, CompressionConfig(ratio=0.05, collective=way, sync_timeout=PATIENT))
     for step in range(2):
         model.zero_grad()
         loss_of(model, rank, step).backward()
@@ -376,7 +378,7 @@ def fails_midway(rank: int, world: int, way: str) -> dict[str, Any]:
             raise ValueError("planted")
 
         sync._reducer._reduce_part_ = fail  # type: ignore[method-assign]
-    start, said = time.monotonic(), "nothing was said"
+    said = "nothing was said"
     try:
         loss_of(model, rank, 2).backward()
     except RuntimeError as error:
@@ -388,7 +390,6 @@ def fails_midway(rank: int, world: int, way: str) -> dict[str, Any]:
         "said": said,
         "unchanged": unchanged,
         "steps": after["step"],
-        "seconds": time.monotonic() - start,
     }
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..layout import BucketLayout
 from ..types import Slot
+from .state import check_tensor
 
 
 class ErrorFeedbackBuffer:
@@ -82,10 +83,7 @@ class ErrorFeedbackBuffer:
         """Replace all residuals by copies of ``state``'s; on any error nothing is changed."""
         fresh = {}
         for name, residual in state.items():
-            if not isinstance(residual, Tensor) or not residual.dtype.is_floating_point:
-                raise ValueError(f"residual of {name!r} is not a floating point tensor: {residual!r}")
-            if not bool(torch.isfinite(residual).all()):
-                raise ValueError(f"residual of {name!r} has NaN or infinite entries: this state is damaged")
+            check_tensor(f"residual of {name!r}", residual)
             if name in self._home:
                 self._checked(name, residual, self.residual(name).shape)
             flat = residual.detach().to(torch.float32).reshape(-1).clone()

@@ -44,7 +44,7 @@ def check_state(
     _check_origin(state, rank, world_size)
     try:
         for name, residual in state["residuals"].items():
-            _check_tensor(f"residual of {name!r}", residual)
+            check_tensor(f"residual of {name!r}", residual)
             if name not in shapes:
                 raise ValueError(f"state has a residual for {name!r}, which this model does not have")
             if residual.shape != shapes[name]:
@@ -63,7 +63,7 @@ def _check_bucket(bucket: SavedBucket, rank: int, world_size: int, shapes: Mappi
         if shapes.get(name) != shape:
             raise ValueError(f"state has a bucket with {name!r} of shape {tuple(shape)}, the model has not")
     for key, tensor in bucket.state.items():
-        _check_tensor(f"{key} of the bucket with {bucket.layout.names[0]!r}", tensor)
+        check_tensor(f"{key} of the bucket with {bucket.layout.names[0]!r}", tensor)
     owner = bucket.state.get("owner")
     mine = Partition(bucket.layout.numel, world_size, ()).local_numel(rank)
     if owner is not None and owner.shape != (mine,):
@@ -72,7 +72,8 @@ def _check_bucket(bucket: SavedBucket, rank: int, world_size: int, shapes: Mappi
         )
 
 
-def _check_tensor(what: str, tensor: object) -> None:
+def check_tensor(what: str, tensor: object) -> None:
+    """Raises ValueError, naming ``what``, unless ``tensor`` is one of finite floats."""
     if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
         raise ValueError(f"{what} is not a floating point tensor: this state is damaged")
     if not bool(torch.isfinite(tensor).all()):
