@@ -385,6 +385,7 @@ def fails_midway(rank: int, world: int, way: str) -> dict[str, Any]:
         said = str(error)
     after = sync.state_dict()
     unchanged = all(torch.equal(r, after["residuals"][name]) for name, r in before["residuals"].items())
+    dist.barrier()  # the others must have heard before this rank closes anything
     sync.close()
     return {
         "said": said,
