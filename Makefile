@@ -3,15 +3,23 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: train test lint format clean
+NATIVE := CMakeLists.txt $(wildcard csrc/*)
+
+.PHONY: train test test-reference lint format clean
 
 train: .venv/train.stamp
 	@for method in dense topk; do \
 	  OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/quickstart.py $$method || exit 1; \
 	done
 
+# Everything with the C++ kernels; then what depends on kernels again with the torch ones.
 test: lint
 	$(BIN)/python -m pytest
+	COMPRESSED_DDP_KERNELS=reference $(BIN)/python -m pytest tests/unit tests/property tests/golden
+
+# The same the other way round: everything with the torch kernels.
+test-reference: lint
+	COMPRESSED_DDP_KERNELS=reference $(BIN)/python -m pytest
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
@@ -28,11 +36,11 @@ format: .venv/dev.stamp
 	$(PIP) torch
 	@touch $@
 
-.venv/train.stamp: .venv/torch.stamp pyproject.toml
+.venv/train.stamp: .venv/torch.stamp pyproject.toml $(NATIVE)
 	$(PIP) --editable '.[train]'
 	@touch $@
 
-.venv/dev.stamp: .venv/torch.stamp pyproject.toml
+.venv/dev.stamp: .venv/torch.stamp pyproject.toml $(NATIVE)
 	$(PIP) --editable '.[dev]'
 	@touch $@
 

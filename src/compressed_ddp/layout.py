@@ -71,6 +71,35 @@ class Partition:
     quotas: tuple[tuple[Quota, ...], ...]
     """For each shard, disjoint local ranges in increasing order."""
 
+    @classmethod
+    def whole(cls, numel: int, k: int) -> Partition:
+        """One shard, one range: the ``k`` largest of everything."""
+        return cls(numel, 1, ((Quota(0, numel, k),) if numel else (),))
+
+    @cached_property
+    def table(self) -> Tensor:
+        """All quotas as rows ``shard, start, stop, k``, checked: kernels take them on trust."""
+        rows = [(s, *quota) for s, quotas in enumerate(self.quotas) for quota in quotas]
+        end = dict.fromkeys(range(self.shards), 0)
+        for s, start, stop, k in rows:
+            if not (end[s] <= start <= stop <= self.local_numel(s) and 0 <= k <= stop - start):
+                raise ValueError(
+                    f"quota {k} of elements {start} to {stop} does not fit shard {s} of {self.shards}, "
+                    f"which has {self.local_numel(s)} elements, {end[s]} of them in quotas before it"
+                )
+            end[s] = stop
+        return torch.tensor(rows, dtype=torch.int64).view(len(rows), 4)
+
+    @cached_property
+    def rooms(self) -> list[int]:
+        """``k`` of each shard."""
+        return [self.k(shard) for shard in range(self.shards)]
+
+    @cached_property
+    def total(self) -> int:
+        """How many entries all shards send together."""
+        return sum(self.rooms)
+
     def local_index(self, position: int, shard: int) -> int:
         """How many elements of ``shard`` lie before global ``position``."""
         rounds, rest = divmod(position, BLOCK * self.shards)

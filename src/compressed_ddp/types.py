@@ -106,6 +106,8 @@ class CompressionConfig:
     owner_factor: float = 1.0
     """Sharded: owners pass on this many times the entries that one worker sent them."""
     seed: int = 0
+    exact: bool = True
+    """``topk``: exactly the k largest. False: about the largest, at most k, a little faster."""
     threshold: float | None = None
     """``threshold`` compressor: a fixed magnitude; None estimates the k-th from a sample."""
     levels: int = 127

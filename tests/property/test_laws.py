@@ -485,14 +485,15 @@ class NoClock:
 
 def packed(packer: Packer, rows: Tensor, stamp: Stamp) -> Tensor:
     """The sum of what ``rows`` decode to, as a receiver forms it; checks both ways of adding."""
-    out = torch.zeros(packer.part.numel)
-    for shard in range(packer.part.shards):
-        message = packer.unpack(rows[shard], shard, stamp._replace(shard=shard))
-        assert message.finite
-        packer.add_(out, message, shard, 1.0)
-        local = torch.zeros(packer.part.local_numel(shard))
-        packer.add_local_(local, message, shard, 1.0)
-        assert torch.equal(local, packer.part.split(out)[shard])
+    out = torch.full((packer.part.numel,), torch.nan)
+    shards = range(packer.part.shards)
+    messages = [packer.unpack(rows[s], s, stamp._replace(shard=s)) for s in shards]
+    assert all(message.finite for message in messages)
+    packer.sum_(out, list(enumerate(messages)), 1.0)
+    for shard, whole in enumerate(packer.part.split(out)):
+        local = torch.full_like(whole, torch.nan)
+        packer.sum_shard_(local, shard, [messages[shard]], 1.0)
+        assert torch.equal(local, whole)
     return out
 
 

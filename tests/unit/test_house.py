@@ -36,6 +36,8 @@ ARROWS: dict[str, set[str]] = {
         "error_feedback",
         "metrics",
     },
+    "cli": {"version", "kernels", "compression"},
+    "__main__": {"cli"},
     "__init__": {"communication", "compression", "error_feedback", "types", "version"},
 }
 

@@ -12,7 +12,7 @@ from ..compression import BaseCompressor
 from ..error_feedback.state import fold_owner_
 from ..layout import BucketLayout, grown, partition, small_positions
 from ..types import Clock, CompressionConfig, Held, Slot, Stamp, Transport
-from .packer import Packer, deliver_
+from .packer import Packer, deliver_, room_for_sum
 
 
 def worker_packer(
@@ -59,9 +59,8 @@ class AllGather:
             if not all(message.finite for message in messages):
                 bucket.fill_(torch.nan)
                 return False
-            mean = torch.zeros_like(bucket, dtype=torch.float32)
-            for message in messages:
-                self._packer.add_(mean, message, 0, 1.0 / world)
+            mean = room_for_sum(bucket)
+            self._packer.sum_(mean, [(0, message) for message in messages], 1.0 / world)
             return deliver_(bucket, mean)
 
     def fold_(self, residual: Tensor) -> None:
@@ -133,11 +132,10 @@ class Sharded:
         """The mean of all workers' entries for this rank's shard; NaN if someone's is not finite."""
         me, world = self._net.rank, self._net.world_size
         messages = [self._sent.unpack(inbox[r], me, stamp._replace(sender=r)) for r in range(world)]
-        mean = torch.zeros_like(self.owner.old)
+        mean = torch.empty_like(self.owner.old)
         if not all(message.finite for message in messages):
             return mean.fill_(torch.nan)
-        for message in messages:
-            self._sent.add_local_(mean, message, me, 1.0 / world)
+        self._sent.sum_shard_(mean, me, messages, 1.0 / world)
         return mean
 
     def _spread_(self, bucket: Tensor, results: Tensor, stamp: Stamp) -> bool:
@@ -149,9 +147,8 @@ class Sharded:
         if not all(message.finite for message in messages):
             bucket.fill_(torch.nan)
             return False
-        out = torch.zeros_like(bucket, dtype=torch.float32)
-        for shard, message in enumerate(messages):
-            self._results.add_(out, message, shard, 1.0)
+        out = room_for_sum(bucket)
+        self._results.sum_(out, list(enumerate(messages)), 1.0)
         return deliver_(bucket, out)
 
     def fold_(self, residual: Tensor) -> None:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..compression import BaseCompressor
+from ..kernels import kernels_for
 from ..kernels.reference import all_finite
 from ..layout import Partition
 from ..types import Clock, Held, Payload, Slot, Stamp
 from ..wire import Decoded
 
 
+def room_for_sum(bucket: Tensor) -> Tensor:
+    """Where the float32 mean is built: in ``bucket`` itself, if that is float32."""
+    return bucket if bucket.dtype == torch.float32 else torch.empty_like(bucket, dtype=torch.float32)
+
+
 def deliver_(bucket: Tensor, mean: Tensor) -> bool:
     """Write the float32 ``mean`` into ``bucket``; False if it overflows a 16-bit bucket."""
-    bucket.copy_(mean)
+    if mean is not bucket:
+        bucket.copy_(mean)
     return bucket.dtype == torch.float32 or all_finite(bucket)
 
 
@@ -38,6 +46,7 @@ class Packer:
         shards = range(part.shards)
         self.small_local = [part.to_local(small, s) for s in shards]
         self.small = [part.to_global(local, s) for s, local in enumerate(self.small_local)]
+        self._alone = [part.shard(s) for s in shards]
         self._shapes = [(part.local_numel(s), part.k(s), self.small[s].numel()) for s in shards]
         self._nbytes = [self.codec.nbytes(*shape) for shape in self._shapes]
         self.row_bytes = max(self._nbytes)
@@ -54,7 +63,7 @@ class Packer:
         start = time.perf_counter()
         original = gradient.numel() * gradient.element_size()
         with clock.phase("select"):
-            gradient = gradient.to(torch.float32)
+            gradient = gradient.to(torch.float32).contiguous()
             residual = memory.old if memory else None
             out = memory.new if memory else torch.empty_like(gradient)
             if residual is not None:
@@ -100,29 +109,34 @@ class Packer:
         sent = self.compressor.scale(values, k, numel) if self.scaled else values
         payload = Payload(sent, indices, torch.Size([numel]))
         message, seen, seen_small = self.codec.encode(payload, k=k, dense=small, stamp=stamp)
-        out[self._positions(indices, shard)] = values - seen
-        out[self.small[shard]] = small - seen_small
+        kernels_for(out).put_difference_(out, self.part, shard, indices, values, seen)
+        if small.numel():
+            out[self.small[shard]] = small - seen_small
         return message
-
-    def _positions(self, indices: Tensor, shard: int) -> Tensor | slice:
-        """Where a shard's entries lie in the bucket; a slice, which is faster, where they are all."""
-        if self.part.shards == 1 and indices.numel() == self.part.numel:
-            return slice(None)
-        return self.part.to_global(indices, shard)
 
     def unpack(self, row: Tensor, shard: int, stamp: Stamp) -> Decoded:
         """Check and read a message about ``shard``; raises WireError."""
         numel, k, dense = self._shapes[shard]
         return self.codec.decode(row[: self._nbytes[shard]], numel=numel, k=k, dense=dense, stamp=stamp)
 
-    def add_(self, out: Tensor, message: Decoded, shard: int, scale: float) -> None:
-        """Add ``scale`` times a message about ``shard`` into the whole bucket."""
-        values, indices, _ = message.payload
-        out[self._positions(indices, shard)] += values * scale
-        out[self.small[shard]] += message.dense * scale
+    def sum_(self, out: Tensor, messages: Sequence[tuple[int, Decoded]], scale: float) -> None:
+        """Overwrite ``out``, the whole bucket, with ``scale`` times each message about a shard."""
+        self._sum_(out, self.part, messages, scale, self.small)
 
-    def add_local_(self, out: Tensor, message: Decoded, shard: int, scale: float) -> None:
-        """Add ``scale`` times a message about ``shard`` into that shard's own elements."""
-        values, indices, _ = message.payload
-        out[indices] += values * scale
-        out[self.small_local[shard]] += message.dense * scale
+    def sum_shard_(self, out: Tensor, shard: int, messages: Sequence[Decoded], scale: float) -> None:
+        """Overwrite ``out``, a shard's own elements, with ``scale`` times the messages about it."""
+        self._sum_(out, self._alone[shard], [(0, m) for m in messages], scale, [self.small_local[shard]])
+
+    @staticmethod
+    def _sum_(
+        out: Tensor,
+        part: Partition,
+        messages: Sequence[tuple[int, Decoded]],
+        scale: float,
+        small: Sequence[Tensor],
+    ) -> None:
+        pieces = [(shard, message.payload.values, message.payload.indices) for shard, message in messages]
+        kernels_for(out).accumulate_(out, part, pieces, scale)
+        for shard, message in messages:
+            if message.dense.numel():
+                out[small[shard]] += message.dense * scale

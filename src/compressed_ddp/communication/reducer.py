@@ -66,7 +66,9 @@ class Reducer:
         self.transport = transport
         self.memory = memory if memory is not None else ErrorFeedbackBuffer()
         feedback = bool(self.config.error_feedback)
-        self.stats = Ledger(_method(self.config, compressor), describe(), feedback, compressor.unbiased)
+        self.stats = Ledger(
+            _method(self.config, compressor), describe(self._device), feedback, compressor.unbiased
+        )
         self.step = 0
         self._lanes: dict[BucketLayout, _Lane] = {}
         self._order: list[BucketLayout] = []

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels import kernels_for
 from ..kernels.reference import all_finite, take_selected
-from ..layout import Partition, Quota
+from ..layout import Partition
 from ..types import Payload, Stamp, check_ratio, unknown_name
 from ..wire import SPARSE_VALUES, MessageCodec
 
@@ -126,37 +127,45 @@ class BaseCompressor(ABC):
         out[indices] = values
         return out.view(shape)
 
-    def take_(self, residual: Tensor, gradient: Tensor) -> Payload:
+    def take_(self, residual: Tensor, gradient: Tensor, *, out: Tensor | None = None) -> Payload:
         """``residual += gradient``, less what is returned: nothing is lost, only delayed.
 
         ``residual`` must be float32 and have the gradient's shape. A gradient that is not finite
-        raises ValueError and leaves ``residual`` as it was.
+        raises ValueError and leaves ``residual`` as it was. With ``out`` (like ``residual``) the
+        result is written there and ``residual`` is only read: that takes one pass over memory,
+        where in place a first one must make sure that the sum is finite.
         """
         start = time.perf_counter()
         check_gradient(gradient)
-        n = gradient.numel()
-        if residual.shape != gradient.shape or residual.dtype != torch.float32:
-            raise ValueError(
-                f"residual is {residual.dtype} {tuple(residual.shape)}, "
-                f"expected float32 {tuple(gradient.shape)}"
-            )
-        part = Partition(n, 1, ((Quota(0, n, self.quota(n)),) if n else (),))
-        stamp = Stamp(self.seed, self.stats.total_calls)
-        new = torch.empty(n, device=residual.device)
-        flat = gradient.detach().reshape(-1).to(torch.float32)
-        taken, finite = self.take_parts(residual.reshape(-1), flat, new, part, stamp)
+        _check_residual("residual", residual, gradient)
+        as_is = type(self).scale is BaseCompressor.scale and type(self).rounded is BaseCompressor.rounded
+        n, stamp = gradient.numel(), Stamp(self.seed, self.stats.total_calls)
+        old, flat = residual.reshape(-1), gradient.detach().reshape(-1).to(torch.float32)
+        if out is not None:
+            _check_residual("out", out, gradient)
+            new = out.view(-1)
+        elif as_is and old.data_ptr() == residual.data_ptr():
+            new = old
+            if not kernels_for(old).finite_sum(old, flat):
+                raise ValueError(_NOT_FINITE)
+        else:
+            new = torch.empty_like(old)
+        part = Partition.whole(n, self.quota(n))
+        taken, finite = self.take_parts(old, flat, new, part, stamp)
         if not finite:
-            raise ValueError("the gradient is not finite; the residual was left as it was")
+            raise ValueError(_NOT_FINITE)
         values, indices = taken[0]
-        sent = Payload(self.scale(values, indices.numel(), n), indices, gradient.shape)
-        seen = self.rounded(sent, stamp)
-        new[indices] = values - seen
-        if not all_finite(new):
-            raise ValueError("what would be sent is not finite; the residual was left as it was")
-        residual.copy_(new.view(residual.shape))
-        original = n * gradient.element_size()
-        self.stats.add(original, self.nbytes(gradient.shape), time.perf_counter() - start)
-        return sent._replace(values=seen)
+        sent = Payload(values, indices, gradient.shape)
+        if not as_is:
+            sent = sent._replace(values=self.scale(values, indices.numel(), n))
+            sent = sent._replace(values=self.rounded(sent, stamp))
+            new[indices] = values - sent.values
+            if not all_finite(new):
+                raise ValueError("what would be sent is not finite; the residual was left as it was")
+        if out is None and new is not old:
+            residual.copy_(new.view(residual.shape))
+        self.stats.add(n * gradient.element_size(), self.nbytes(gradient.shape), time.perf_counter() - start)
+        return sent
 
     def take_parts(
         self, residual: Tensor | None, gradient: Tensor, out: Tensor, part: Partition, stamp: Stamp
@@ -172,6 +181,16 @@ class BaseCompressor(ABC):
             return self.select(flat, k, stamp._replace(shard=first + shard))
 
         return take_selected(residual, gradient, out, part, pick)
+
+
+_NOT_FINITE = "the gradient is not finite; the residual was left as it was"
+
+
+def _check_residual(name: str, residual: Tensor, gradient: Tensor) -> None:
+    if residual.shape != gradient.shape or residual.dtype != torch.float32:
+        raise ValueError(
+            f"{name} is {residual.dtype} {tuple(residual.shape)}, expected float32 {tuple(gradient.shape)}"
+        )
 
 
 def check_gradient(tensor: Tensor) -> None:

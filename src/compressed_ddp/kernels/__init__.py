@@ -1,18 +1,29 @@
 """The hot operations, one signature each.
 
-``reference`` is plain torch and runs on any device. A native implementation has the same
-signatures and must return the same bits; ``kernels_for`` picks one by tensor, ``describe`` says
-which one and why. Nothing above this package knows which one runs.
+``reference`` is plain torch and runs on any device; ``native`` is C++ for contiguous CPU tensors
+and returns the same bits. ``kernels_for`` picks one by tensor, ``describe`` says which one and
+why. Nothing above this package knows which one runs. ``COMPRESSED_DDP_KERNELS=reference`` leaves
+the extension alone, ``=native`` insists on it.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
-from ..layout import Partition
+from ..layout import Partition, Quota
 from . import reference
+
+VARIABLE = "COMPRESSED_DDP_KERNELS"
+
+logger = logging.getLogger("compressed_ddp")
 
 
 class Kernels(Protocol):
@@ -23,13 +34,39 @@ class Kernels(Protocol):
         ...
 
     def take_topk(
-        self, residual: Tensor | None, gradient: Tensor, out: Tensor, part: Partition
+        self,
+        residual: Tensor | None,
+        gradient: Tensor,
+        out: Tensor,
+        part: Partition,
+        *,
+        exact: bool = True,
     ) -> tuple[list[tuple[Tensor, Tensor]], bool]:
         """``out = residual + gradient`` less each shard's largest entries, which are returned.
 
         Returns ``(values, local indices)`` for each shard, and whether the sum was finite; where
         it was not, nothing is taken and ``out`` is without meaning. ``out`` may be ``residual``.
+        ``exact=False`` may take somewhat fewer, and not quite the largest.
         """
+        ...
+
+    def finite_sum(self, residual: Tensor | None, gradient: Tensor) -> bool:
+        """Whether ``residual + gradient`` is finite everywhere. Reads only."""
+        ...
+
+    def accumulate_(
+        self, out: Tensor, part: Partition, pieces: Sequence[tuple[int, Tensor, Tensor]], scale: float
+    ) -> None:
+        """``out = 0``, then ``out[position] += value * scale`` for each piece in order.
+
+        A piece is ``(shard, values, local indices)`` with strictly increasing indices.
+        """
+        ...
+
+    def put_difference_(
+        self, out: Tensor, part: Partition, shard: int, indices: Tensor, a: Tensor, b: Tensor
+    ) -> None:
+        """``out[position] = a - b`` for a shard's entries."""
         ...
 
     def ef_encode(self, indices: Tensor, numel: int, capacity: int) -> Tensor: ...
@@ -40,17 +77,90 @@ class Kernels(Protocol):
 
     def log_decode(self, data: Tensor, bits: int, count: int) -> Tensor: ...
 
-    def checksum(self, message: Tensor) -> int: ...
+    def checksum(self, message: Tensor, skip: int = -1) -> int:
+        """A message's 32-bit check, its 32-bit word ``skip`` taken as zero."""
+        ...
+
+
+class _Choice(NamedTuple):
+    native: Kernels | None
+    reason: str
+
+
+@functools.cache
+def _choice() -> _Choice:
+    """Looked up once, at first use: importing the package loads nothing and reads nothing."""
+    wish = os.environ.get(VARIABLE, "")
+    if wish not in ("", "reference", "native"):
+        raise ValueError(f"{VARIABLE}={wish!r}: use 'reference' or 'native', or leave it unset")
+    if wish == "reference":
+        return _Choice(None, f"{VARIABLE}=reference")
+    try:
+        native = importlib.import_module(".native", __package__)
+    except ImportError as error:
+        if wish == "native":
+            raise
+        logger.warning(
+            "compressed-ddp runs on torch operations: its extension is missing (%s). Selection is many "
+            "times slower on CPUs; install a C++ compiler and reinstall the package to build it",
+            error,
+        )
+        return _Choice(None, f"the extension was not built: {error}")
+    return _Choice(cast(Kernels, native), "C++ for float32 on CPU")
+
+
+_NATIVE_TYPES = (torch.float32, torch.uint8, torch.int64)  # sums, messages, indices
 
 
 def kernels_for(tensor: Tensor) -> Kernels:
-    """The implementation that serves ``tensor``'s device and dtype."""
+    """The implementation that serves ``tensor``: native for contiguous CPU tensors, if it is there."""
+    native = _choice().native
+    if native is not None and tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in _NATIVE_TYPES:
+        return native
     return reference
 
 
-def describe() -> str:
-    """Which kernels run, and why."""
-    return "reference (torch operations; this build has no native extension)"
+def describe(device: torch.device | None = None) -> str:
+    """Which kernels run for gradients on ``device``, and why."""
+    native, reason = _choice()
+    if device is not None and device.type != "cpu":
+        return f"reference (torch operations on {device.type})"
+    if native is None:
+        return f"reference (torch operations; {reason})"
+    from .native import isa
+
+    return f"native ({reason}, {isa()})"
 
 
-__all__ = ["Kernels", "describe", "kernels_for"]
+def same_bits() -> bool | None:
+    """Whether both kernels agree on a small step from selection to sum; None without the native ones."""
+    native = _choice().native
+    if native is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    residual, gradient = torch.randn(2, 50_000, generator=generator).unbind()
+    part = Partition(50_000, 3, tuple((Quota(100, 16_600, 165),) for _ in range(3)))
+    return _step(native, residual, gradient, part) == _step(reference, residual, gradient, part)
+
+
+def _step(kernels: Kernels, residual: Tensor, gradient: Tensor, part: Partition) -> list[bytes]:
+    """Everything that one small step gives, as bytes."""
+    out, total = torch.empty_like(gradient), torch.empty_like(gradient)
+    taken, _ = kernels.take_topk(residual, gradient, out, part)
+    results, pieces = [out], []
+    for shard, (values, indices) in enumerate(taken):
+        local = part.local_numel(shard)
+        for bits in (8, 4):
+            codes = kernels.log_encode(values, bits)
+            seen = kernels.log_decode(codes, bits, values.numel())
+            results += [codes, seen]
+        packed = kernels.ef_encode(indices, local, indices.numel())
+        pieces.append((shard, seen, kernels.ef_decode(packed, local, indices.numel(), indices.numel())))
+        kernels.put_difference_(out, part, shard, indices, values, seen)
+        results += [packed, indices]
+    kernels.accumulate_(total, part, pieces, 0.25)
+    results.append(total)
+    return [bytes(result.view(torch.uint8).tolist()) for result in results]
+
+
+__all__ = ["Kernels", "describe", "kernels_for", "same_bits"]

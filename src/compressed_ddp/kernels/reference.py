@@ -2,75 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..layout import Partition
 from ..types import WireError
+from .selection import all_finite, take_selected, take_topk, topk_indices
 
-# --- selection -----------------------------------------------------------------------------
-
-
-def topk_indices(flat: Tensor, k: int) -> Tensor:
-    """Positions of the k largest magnitudes, increasing; ties go to the lower index."""
-    n = flat.numel()
-    if k >= n:
-        return torch.arange(n, device=flat.device)
-    if k == 0:
-        return torch.empty(0, dtype=torch.int64, device=flat.device)
-    magnitude = flat.abs()
-    # topk alone leaves open which of several equal entries it returns, so only its smallest
-    # value is used: everything above it, and as many of its equals as there is room for.
-    kth = torch.topk(magnitude, k, sorted=False).values.min()
-    above = (magnitude > kth).nonzero().view(-1)
-    ties = (magnitude == kth).nonzero().view(-1)
-    return torch.cat([above, ties[: k - above.numel()]]).sort().values
+# --- sums ----------------------------------------------------------------------------------
 
 
-def take_topk(
-    residual: Tensor | None, gradient: Tensor, out: Tensor, part: Partition
-) -> tuple[list[tuple[Tensor, Tensor]], bool]:
-    """``out = residual + gradient`` less each shard's largest entries, which are returned."""
-    return take_selected(residual, gradient, out, part, lambda shard, flat, k: topk_indices(flat, k))
+def finite_sum(residual: Tensor | None, gradient: Tensor) -> bool:
+    """Whether ``residual + gradient`` is finite everywhere. Reads only."""
+    return all_finite(gradient if residual is None else residual + gradient)
 
 
-def take_selected(
-    residual: Tensor | None,
-    gradient: Tensor,
-    out: Tensor,
-    part: Partition,
-    select: Callable[[int, Tensor, int], Tensor],
-) -> tuple[list[tuple[Tensor, Tensor]], bool]:
-    """``out = residual + gradient`` less what ``select(shard, elements, k)`` picks.
+def accumulate_(
+    out: Tensor, part: Partition, pieces: Sequence[tuple[int, Tensor, Tensor]], scale: float
+) -> None:
+    """``out = 0``, then ``out[position] += value * scale`` for each piece in order."""
+    out.zero_()
+    for shard, values, indices in pieces:
+        if values.numel() == part.numel:  # all of them: no positions to look up
+            out += values * scale
+        else:
+            out[part.to_global(indices, shard)] += values * scale
 
-    Returns ``(values, local indices)`` for each shard, and whether the sum was finite; if it was
-    not, nothing is taken and ``out`` means nothing. ``residual`` and ``gradient`` are read only.
-    """
-    if residual is None:
-        out.copy_(gradient)
+
+def put_difference_(out: Tensor, part: Partition, shard: int, indices: Tensor, a: Tensor, b: Tensor) -> None:
+    """``out[position] = a - b`` for a shard's entries."""
+    if indices.numel() == part.numel:
+        torch.sub(a, b, out=out)
     else:
-        torch.add(residual, gradient, out=out)
-    if not all_finite(out):
-        return [], False
-    taken = []
-    for shard, local in enumerate(part.split(out)):
-        picked = [select(shard, local[a:b], k) + a for a, b, k in part.quotas[shard]]
-        indices = torch.cat(picked) if picked else _no_indices(out)
-        taken.append((local[indices], indices))
-    for shard, (_, indices) in enumerate(taken):
-        out[part.to_global(indices, shard)] = 0
-    return taken, True
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Whether no entry is NaN or infinite (one synchronisation with the device)."""
-    return bool(torch.isfinite(tensor).all())
-
-
-def _no_indices(like: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.int64, device=like.device)
+        out[part.to_global(indices, shard)] = a - b
 
 
 # --- bits ----------------------------------------------------------------------------------
@@ -142,7 +108,7 @@ def ef_decode(data: Tensor, numel: int, capacity: int, count: int) -> Tensor:
     if data.numel() != ef_nbytes(numel, capacity):
         raise WireError(f"index part has {data.numel()} bytes, not {ef_nbytes(numel, capacity)}")
     if capacity == 0:
-        return _no_indices(data)
+        return torch.empty(0, dtype=torch.int64, device=data.device)
     low = ef_low_bits(numel, capacity)
     split = -(-low * capacity // 8)
     ones = unpack_bits(data[split:]).nonzero().view(-1)
@@ -223,14 +189,39 @@ def _log_steps(low16: Tensor, high16: Tensor, bits: int) -> tuple[Tensor, Tensor
 # --- checksum ------------------------------------------------------------------------------
 
 
-def checksum(message: Tensor) -> int:
+def checksum(message: Tensor, skip: int = -1) -> int:
     """A 32-bit check: the message's 32-bit words, each times an odd weight of its position.
 
-    The sum wraps at 64 bits and its halves are folded together. Damage goes unseen about once in
-    2^32; it finds accidents and is no signature.
+    Word ``skip`` is taken as zero. The sum wraps at 64 bits and its halves are folded together.
+    Damage goes unseen about once in 2^32; it finds accidents and is no signature.
     """
     words = message.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    if skip >= 0:
+        words[skip] = 0
     position = torch.arange(words.numel(), dtype=torch.int64, device=message.device)
     weights = (position * 0x9E3779B1 + 0x85EBCA6B) | 1
     total = int((words * weights).sum()) & 0xFFFFFFFFFFFFFFFF
     return (total ^ (total >> 32)) & 0xFFFFFFFF
+
+
+__all__ = [
+    "accumulate_",
+    "all_finite",
+    "checksum",
+    "ef_decode",
+    "ef_encode",
+    "ef_low_bits",
+    "ef_nbytes",
+    "finite_sum",
+    "log_decode",
+    "log_encode",
+    "log_nbytes",
+    "pack_bits",
+    "pack_uints",
+    "put_difference_",
+    "take_selected",
+    "take_topk",
+    "topk_indices",
+    "unpack_bits",
+    "unpack_uints",
+]

@@ -1,0 +1,337 @@
+// The inner loops. This file is compiled once for each instruction set, with CDDP_LOOPS naming the
+// table it defines; without __AVX2__ it is plain C++ that compilers vectorise (SSE2, NEON).
+
+#include "loops.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+static_assert(std::endian::native == std::endian::little, "messages are little endian");
+
+namespace cddp {
+namespace {
+
+// --- one element at a time: heads, tails, and where there are no vectors ----------------------
+
+inline size_t filter_one(float sum, float *out, uint32_t index, uint32_t low, float *values, uint32_t *indices) {
+  const bool hit = key_of(sum) >= low;
+  *values = sum;
+  *indices = index;
+  *out = hit ? 0.0f : sum;
+  return hit;
+}
+
+inline void settle_one(float value, uint32_t index, uint32_t kth, size_t *ties, Deal deal, float *kept_values,
+                       int64_t *kept_indices, size_t *kept, float *out) {
+  const uint32_t key = key_of(value);
+  const bool tie = key == kth && *ties > 0;
+  if (key > kth || tie) {
+    *ties -= tie;
+    kept_values[*kept] = value;
+    kept_indices[*kept] = index;
+    ++*kept;
+  } else {
+    out[deal.position(index)] = value;
+  }
+}
+
+#if defined(__AVX2__)
+
+// --- AVX2 -------------------------------------------------------------------------------------
+
+// Row m lists the set bits of m: the permutation that brings the chosen lanes to the front.
+struct Fronts {
+  alignas(64) uint8_t lanes[256][8];
+  constexpr Fronts() : lanes() {
+    for (int m = 0; m < 256; ++m) {
+      int at = 0;
+      for (int bit = 0; bit < 8; ++bit)
+        if (m >> bit & 1) lanes[m][at++] = static_cast<uint8_t>(bit);
+      while (at < 8) lanes[m][at++] = 0;
+    }
+  }
+};
+constexpr Fronts fronts;
+
+inline __m256i front(unsigned mask) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(fronts.lanes[mask])));
+}
+
+inline __m256i keys_of(__m256 x) {
+  return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
+}
+
+inline unsigned bits_of(__m256i mask) {
+  return static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(mask)));
+}
+
+inline void store(uint32_t *to, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), x); }
+
+inline void widen(int64_t *to, __m256i x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), _mm256_cvtepu32_epi64(_mm256_castsi256_si128(x)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + 4), _mm256_cvtepu32_epi64(_mm256_extracti128_si256(x, 1)));
+}
+
+template <bool kResidual> inline __m256 sum8(const float *r, const float *g) {
+  const __m256 x = _mm256_loadu_ps(g);
+  return kResidual ? _mm256_add_ps(_mm256_loadu_ps(r), x) : x;
+}
+
+template <bool kResidual, bool kDense, bool kStream>
+size_t filter_with(const float *r, const float *g, float *out, size_t n, uint32_t first, uint32_t low, float *values,
+                   uint32_t *indices) {
+  size_t count = 0, i = 0;
+  const auto one = [&](size_t at) {
+    const float sum = kResidual ? r[at] + g[at] : g[at];
+    count += filter_one(sum, out + at, first + static_cast<uint32_t>(at), low, values + count, indices + count);
+  };
+  const auto write = [&](size_t at, __m256 x) {
+    if constexpr (kStream)
+      _mm256_stream_ps(out + at, x);
+    else
+      _mm256_storeu_ps(out + at, x);
+  };
+  if (kStream)
+    for (; i < n && (reinterpret_cast<uintptr_t>(out + i) & 31); ++i) one(i);
+  const __m256i below = _mm256_set1_epi32(static_cast<int>(low) - 1);
+  for (; i + 32 <= n; i += 32) {
+    if constexpr (kStream) { // the processor's own prefetcher stops at pages
+      for (int line = 0; line < 32; line += 16) {
+        _mm_prefetch(reinterpret_cast<const char *>(g + i + 512 + line), _MM_HINT_T0);
+        if (kResidual) _mm_prefetch(reinterpret_cast<const char *>(r + i + 512 + line), _MM_HINT_T0);
+      }
+    }
+    __m256 sum[4];
+    __m256i hit[4];
+    for (int v = 0; v < 4; ++v) {
+      sum[v] = sum8<kResidual>(r + i + 8 * v, g + i + 8 * v);
+      hit[v] = _mm256_cmpgt_epi32(keys_of(sum[v]), below);
+    }
+    const __m256i any = _mm256_or_si256(_mm256_or_si256(hit[0], hit[1]), _mm256_or_si256(hit[2], hit[3]));
+    if (_mm256_testz_si256(any, any)) {
+      for (int v = 0; v < 4; ++v) write(i + 8 * v, sum[v]);
+      continue;
+    }
+    if constexpr (kDense) {
+      for (int v = 0; v < 4; ++v) {
+        const unsigned bits = bits_of(hit[v]);
+        const __m256i lanes = front(bits);
+        const int base = static_cast<int>(first + static_cast<uint32_t>(i) + 8u * static_cast<unsigned>(v));
+        _mm256_storeu_ps(values + count, _mm256_permutevar8x32_ps(sum[v], lanes));
+        store(indices + count, _mm256_add_epi32(lanes, _mm256_set1_epi32(base)));
+        count += static_cast<size_t>(std::popcount(bits));
+      }
+    } else {
+      unsigned bits = bits_of(hit[0]) | bits_of(hit[1]) << 8 | bits_of(hit[2]) << 16 | bits_of(hit[3]) << 24;
+      for (; bits; bits &= bits - 1) {
+        const size_t at = i + static_cast<size_t>(std::countr_zero(bits));
+        values[count] = kResidual ? r[at] + g[at] : g[at];
+        indices[count++] = first + static_cast<uint32_t>(at);
+      }
+    }
+    for (int v = 0; v < 4; ++v) write(i + 8 * v, _mm256_andnot_ps(_mm256_castsi256_ps(hit[v]), sum[v]));
+  }
+  for (; i < n; ++i) one(i);
+  return count;
+}
+
+size_t filter(const float *r, const float *g, float *out, size_t n, uint32_t first, uint32_t low, float *values,
+              uint32_t *indices, bool dense, bool stream) {
+  using Filter = size_t (*)(const float *, const float *, float *, size_t, uint32_t, uint32_t, float *, uint32_t *);
+  static constexpr Filter all[8] = {
+      filter_with<false, false, false>, filter_with<false, false, true>, filter_with<false, true, false>,
+      filter_with<false, true, true>,   filter_with<true, false, false>, filter_with<true, false, true>,
+      filter_with<true, true, false>,   filter_with<true, true, true>,
+  };
+  return all[4 * (r != nullptr) + 2 * dense + stream](r, g, out, n, first, low, values, indices);
+}
+
+size_t below(const float *values, size_t n, uint32_t high, uint32_t *keys, uint32_t *top) {
+  size_t count = 0, i = 0;
+  __m256i most = _mm256_set1_epi32(static_cast<int>(*top));
+  const __m256i limit = _mm256_set1_epi32(static_cast<int>(high));
+  for (; i + 8 <= n; i += 8) {
+    const __m256i key = keys_of(_mm256_loadu_ps(values + i));
+    most = _mm256_max_epi32(most, key);
+    const unsigned bits = bits_of(_mm256_cmpgt_epi32(limit, key));
+    store(keys + count, _mm256_permutevar8x32_epi32(key, front(bits)));
+    count += static_cast<size_t>(std::popcount(bits));
+  }
+  alignas(32) uint32_t lanes[8];
+  _mm256_store_si256(reinterpret_cast<__m256i *>(lanes), most);
+  uint32_t best = *std::max_element(lanes, lanes + 8);
+  for (; i < n; ++i) {
+    const uint32_t key = key_of(values[i]);
+    best = std::max(best, key);
+    keys[count] = key;
+    count += key < high;
+  }
+  *top = best;
+  return count;
+}
+
+size_t settle(const float *values, const uint32_t *indices, size_t n, uint32_t kth, size_t *ties, Deal deal,
+              float *kept_values, int64_t *kept_indices, size_t room, float *out) {
+  size_t kept = 0, i = 0;
+  const __m256i limit = _mm256_set1_epi32(static_cast<int>(kth));
+  for (; i + 8 <= n && kept + 8 <= room; i += 8) {
+    const __m256 value = _mm256_loadu_ps(values + i);
+    const __m256i key = keys_of(value);
+    if (bits_of(_mm256_cmpeq_epi32(key, limit))) {
+      for (size_t at = i; at < i + 8; ++at)
+        settle_one(values[at], indices[at], kth, ties, deal, kept_values, kept_indices, &kept, out);
+      continue;
+    }
+    const __m256i index = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(indices + i));
+    const unsigned keep = bits_of(_mm256_cmpgt_epi32(key, limit));
+    const __m256i lanes = front(keep);
+    _mm256_storeu_ps(kept_values + kept, _mm256_permutevar8x32_ps(value, lanes));
+    widen(kept_indices + kept, _mm256_permutevar8x32_epi32(index, lanes));
+    kept += static_cast<size_t>(std::popcount(keep));
+    for (unsigned back = ~keep & 0xffu; back; back &= back - 1) {
+      const size_t at = i + static_cast<size_t>(std::countr_zero(back));
+      out[deal.position(indices[at])] = values[at];
+    }
+  }
+  for (; i < n; ++i) settle_one(values[i], indices[i], kth, ties, deal, kept_values, kept_indices, &kept, out);
+  return kept;
+}
+
+void stream_copy(const float *from, float *to, size_t n) {
+  for (size_t i = 0; i < n; i += 8) _mm256_stream_ps(to + i, _mm256_loadu_ps(from + i));
+}
+
+void fence() { _mm_sfence(); }
+
+#else
+
+// --- any processor ----------------------------------------------------------------------------
+
+size_t filter(const float *r, const float *g, float *out, size_t n, uint32_t first, uint32_t low, float *values,
+              uint32_t *indices, bool, bool) {
+  size_t count = 0;
+  float sum[64];
+  for (size_t i = 0; i < n; i += 64) {
+    const size_t m = std::min<size_t>(64, n - i);
+    for (size_t j = 0; j < m; ++j) sum[j] = r ? r[i + j] + g[i + j] : g[i + j];
+    int32_t top = 0; // a block whose largest is below the filter is passed over at once
+    for (size_t j = 0; j < m; ++j) top = std::max(top, static_cast<int32_t>(key_of(sum[j])));
+    if (static_cast<uint32_t>(top) < low) {
+      std::memcpy(out + i, sum, m * sizeof(float));
+      continue;
+    }
+    for (size_t j = 0; j < m; ++j)
+      count += filter_one(sum[j], out + i + j, first + static_cast<uint32_t>(i + j), low, values + count,
+                          indices + count);
+  }
+  return count;
+}
+
+size_t below(const float *values, size_t n, uint32_t high, uint32_t *keys, uint32_t *top) {
+  size_t count = 0;
+  uint32_t best = *top;
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t key = key_of(values[i]);
+    best = std::max(best, key);
+    keys[count] = key;
+    count += key < high;
+  }
+  *top = best;
+  return count;
+}
+
+size_t settle(const float *values, const uint32_t *indices, size_t n, uint32_t kth, size_t *ties, Deal deal,
+              float *kept_values, int64_t *kept_indices, size_t, float *out) {
+  size_t kept = 0;
+  for (size_t i = 0; i < n; ++i)
+    settle_one(values[i], indices[i], kth, ties, deal, kept_values, kept_indices, &kept, out);
+  return kept;
+}
+
+void stream_copy(const float *from, float *to, size_t n) { std::memcpy(to, from, n * sizeof(float)); }
+
+void fence() {}
+
+#endif
+
+// --- for both: what compilers vectorise by themselves -----------------------------------------
+
+uint32_t largest(const float *r, const float *g, size_t n) {
+  int32_t top = 0;
+  if (r)
+    for (size_t i = 0; i < n; ++i) top = std::max(top, static_cast<int32_t>(key_of(r[i] + g[i])));
+  else
+    for (size_t i = 0; i < n; ++i) top = std::max(top, static_cast<int32_t>(key_of(g[i])));
+  return static_cast<uint32_t>(top);
+}
+
+constexpr int32_t kOctave = 1 << 23;
+constexpr int32_t kLargest = 0x7f7f; // the upper half of the largest finite key
+
+struct Steps {
+  int32_t base, step, top;
+};
+
+inline Steps steps_of(const uint16_t scale[2], int bits) {
+  const int32_t top = (1 << (bits - 1)) - 1;
+  const int32_t width = (static_cast<int32_t>(scale[1]) - scale[0]) << 16;
+  return {static_cast<int32_t>(scale[0]) << 16, std::max(1, width / (top - 1)), top};
+}
+
+void log_codes(const float *values, int n, int bits, uint16_t scale[2], uint8_t *codes) {
+  int32_t key[64], level[64];
+  int32_t highest = 0, lowest = kLargest << 16;
+  for (int i = 0; i < n; ++i) {
+    key[i] = static_cast<int32_t>(key_of(values[i]));
+    highest = std::max(highest, key[i]);
+    lowest = std::min(lowest, key[i] == 0 ? kLargest << 16 : key[i]);
+  }
+  const int32_t octaves = bits == 8 ? 15 : 4;
+  lowest = std::min(std::max(lowest, highest - octaves * kOctave), highest);
+  scale[0] = static_cast<uint16_t>(lowest >> 16);
+  scale[1] = static_cast<uint16_t>(std::min((highest + 0xffff) >> 16, kLargest));
+  const Steps s = steps_of(scale, bits);
+  // (x + 0.5) / step is at least 0.5 / step from any integer, far more than a double's rounding, so
+  // multiplying by the reciprocal and cutting off gives x // step exactly; negative x is clamped.
+  const double per_step = 1.0 / s.step;
+  for (int i = 0; i < n; ++i) {
+    const int32_t x = key[i] - s.base + s.step / 2;
+    const int32_t quotient = static_cast<int32_t>((x + 0.5) * per_step);
+    level[i] = std::min(std::max(x < 0 ? 1 : quotient + 1, 1), s.top);
+  }
+  for (int i = 0; i < n; ++i) {
+    if (key[i] == 0 || key[i] < s.base - kOctave) level[i] = 0;
+    const int negative = std::signbit(values[i]) && level[i] > 0;
+    codes[i] = static_cast<uint8_t>(level[i] | negative << (bits - 1));
+  }
+}
+
+void log_values(const uint8_t *codes, int n, int bits, const uint16_t scale[2], float *values) {
+  const Steps s = steps_of(scale, bits);
+  for (int i = 0; i < n; ++i) {
+    const int32_t level = codes[i] & s.top;
+    const uint32_t key = level == 0 ? 0u : static_cast<uint32_t>(s.base + (level - 1) * s.step);
+    const uint32_t number = key | static_cast<uint32_t>(codes[i] > s.top) << 31;
+    std::memcpy(values + i, &number, 4);
+  }
+}
+
+} // namespace
+
+#if defined(__AVX2__)
+#define CDDP_NAME "avx2"
+#elif defined(__ARM_NEON)
+#define CDDP_NAME "neon"
+#else
+#define CDDP_NAME "baseline"
+#endif
+
+extern const Loops CDDP_LOOPS;
+const Loops CDDP_LOOPS = {CDDP_NAME, filter, below, settle, largest, stream_copy, fence, log_codes, log_values};
+
+} // namespace cddp

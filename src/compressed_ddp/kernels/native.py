@@ -1,0 +1,206 @@
+"""The C++ kernels (csrc/) behind the same signatures as the reference, and with the same bits.
+
+Tensors are checked here; the extension sees addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..layout import Partition
+from ..types import WireError
+from . import _native, reference
+from .reference import ef_low_bits, ef_nbytes, log_nbytes
+
+# kernels.h: enum cddp_status
+_NOT_FINITE, _NO_MEMORY, _WRONG_COUNT, _OUT_OF_RANGE, _NOT_INCREASING = 1, 2, 3, 4, 5
+
+
+def isa() -> str:
+    """The instruction set that the inner loops use on this machine."""
+    return _native.isa()
+
+
+def topk_indices(flat: Tensor, k: int) -> Tensor:
+    """Positions of the k largest magnitudes, increasing; ties go to the lower index."""
+    n = flat.numel()
+    part = Partition.whole(n, min(k, n))
+    taken, finite = take_topk(None, flat, torch.empty_like(flat), part)
+    return taken[0][1] if finite else reference.topk_indices(flat, k)
+
+
+def take_topk(
+    residual: Tensor | None, gradient: Tensor, out: Tensor, part: Partition, *, exact: bool = True
+) -> tuple[list[tuple[Tensor, Tensor]], bool]:
+    """``out = residual + gradient`` less each shard's largest entries, which are returned."""
+    n, table = part.numel, part.table
+    for tensor in (gradient, out) if residual is None else (residual, gradient, out):
+        _check(tensor, torch.float32, n)
+    values, indices = torch.empty(part.total), torch.empty(part.total, dtype=torch.int64)
+    taken = torch.empty(table.shape[0], dtype=torch.int64)
+    status = _native.take_topk(
+        0 if residual is None else residual.data_ptr(),
+        gradient.data_ptr(),
+        out.data_ptr(),
+        n,
+        part.shards,
+        table.data_ptr(),
+        table.shape[0],
+        values.data_ptr(),
+        indices.data_ptr(),
+        taken.data_ptr(),
+        exact,
+        torch.get_num_threads(),
+    )
+    if status == _NOT_FINITE:
+        return [], False
+    _check_memory(status)
+    if not exact:
+        values, indices, rooms = _close_gaps(values, indices, part, taken.tolist())
+    else:
+        rooms = part.rooms
+    if part.shards == 1:
+        return [(values, indices)], True
+    return list(zip(torch.split(values, rooms), torch.split(indices, rooms), strict=True)), True
+
+
+def _close_gaps(
+    values: Tensor, indices: Tensor, part: Partition, taken: list[int]
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Push together what quotas took when some took fewer than they might; and how many each shard did."""
+    rooms, keep, at = [0] * part.shards, [], 0
+    for (shard, _, _, k), count in zip(part.table.tolist(), taken, strict=True):
+        keep.append(slice(at, at + count))
+        rooms[shard] += count
+        at += k
+    if sum(rooms) == part.total:
+        return values, indices, rooms
+    return torch.cat([values[run] for run in keep]), torch.cat([indices[run] for run in keep]), rooms
+
+
+def finite_sum(residual: Tensor | None, gradient: Tensor) -> bool:
+    """Whether ``residual + gradient`` is finite everywhere. Reads only."""
+    n = gradient.numel()
+    _check(gradient, torch.float32, n)
+    if residual is not None:
+        _check(residual, torch.float32, n)
+    return _native.all_finite(0 if residual is None else residual.data_ptr(), gradient.data_ptr(), n)
+
+
+def accumulate_(
+    out: Tensor, part: Partition, pieces: Sequence[tuple[int, Tensor, Tensor]], scale: float
+) -> None:
+    """``out = 0``, then ``out[position] += value * scale`` for each piece in order."""
+    if any(values.numel() == part.numel for _, values, _ in pieces):
+        return reference.accumulate_(out, part, pieces, scale)  # nothing sparse: torch's own loops
+    _check(out, torch.float32, part.numel)
+    table = []
+    for shard, values, indices in pieces:
+        _check(values, torch.float32, indices.numel())
+        _check(indices, torch.int64, values.numel())
+        table.append([values.data_ptr(), indices.data_ptr(), values.numel(), shard])
+    words = torch.tensor(table, dtype=torch.int64)
+    threads = torch.get_num_threads()
+    _check_memory(
+        _native.accumulate(
+            out.data_ptr(), part.numel, part.shards, words.data_ptr(), len(pieces), scale, threads
+        )
+    )
+
+
+def put_difference_(out: Tensor, part: Partition, shard: int, indices: Tensor, a: Tensor, b: Tensor) -> None:
+    """``out[position] = a - b`` for a shard's entries."""
+    n = indices.numel()
+    _check(out, torch.float32, part.numel)
+    _check(indices, torch.int64, n)
+    _check(a, torch.float32, n)
+    _check(b, torch.float32, n)
+    _native.put_difference(
+        out.data_ptr(), part.shards, shard, indices.data_ptr(), a.data_ptr(), b.data_ptr(), n
+    )
+
+
+def ef_encode(indices: Tensor, numel: int, capacity: int) -> Tensor:
+    """Strictly increasing indices below ``numel``, at most ``capacity``, as Elias-Fano bytes."""
+    _check(indices, torch.int64, indices.numel())
+    low = ef_low_bits(numel, capacity)
+    out = torch.empty(ef_nbytes(numel, capacity), dtype=torch.uint8)
+    bitmap = out.numel() - -(-low * capacity // 8)
+    status = _native.ef_encode(
+        indices.data_ptr(), indices.numel(), numel, capacity, low, bitmap, out.data_ptr()
+    )
+    if status:
+        raise ValueError(
+            f"cannot encode {indices.numel()} indices: at most {capacity}, strictly increasing, "
+            f"from 0 to {numel - 1}, is what a message of this size holds"
+        )
+    return out
+
+
+def ef_decode(data: Tensor, numel: int, capacity: int, count: int) -> Tensor:
+    """The inverse of ``ef_encode``; raises WireError for anything it could not have written."""
+    size = ef_nbytes(numel, capacity)
+    if data.numel() != size:
+        raise WireError(f"index part has {data.numel()} bytes, not {size}")
+    _check(data, torch.uint8, size)
+    if capacity == 0 or count > capacity:
+        return reference.ef_decode(data, numel, capacity, count)
+    low = ef_low_bits(numel, capacity)
+    indices = torch.empty(count, dtype=torch.int64)
+    status, found = _native.ef_decode(
+        data.data_ptr(), capacity, low, size - -(-low * capacity // 8), numel, count, indices.data_ptr()
+    )
+    if status == _WRONG_COUNT:
+        raise WireError(f"index part holds {found} entries, its header says {count}")
+    if status == _OUT_OF_RANGE:
+        raise WireError(f"index {found} is outside a bucket of {numel} elements")
+    if status == _NOT_INCREASING:
+        raise WireError("indices are not strictly increasing")
+    return indices
+
+
+def log_encode(values: Tensor, bits: int) -> Tensor:
+    """Finite float32 values to bytes (``log_nbytes`` of them)."""
+    count = values.numel()
+    _check(values, torch.float32, count)
+    out = torch.empty(log_nbytes(bits, count), dtype=torch.uint8)
+    _native.log_encode(values.data_ptr(), count, bits, out.data_ptr())
+    return out
+
+
+def log_decode(data: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of ``log_encode``; raises WireError for scales it could not have written."""
+    if data.numel() != log_nbytes(bits, count):
+        raise WireError(f"value part has {data.numel()} bytes, not {log_nbytes(bits, count)}")
+    _check(data, torch.uint8, data.numel())
+    values = torch.empty(count)
+    if _native.log_decode(data.data_ptr(), count, bits, values.data_ptr()):
+        raise WireError("value part has a block whose smallest magnitude exceeds its largest")
+    return values
+
+
+def checksum(message: Tensor, skip: int = -1) -> int:
+    """A message's 32-bit check, its word ``skip`` taken as zero."""
+    _check(message, torch.uint8, message.numel())
+    if message.numel() % 4:
+        raise ValueError(f"a message is made of 32-bit words; {message.numel()} bytes are not")
+    return _native.checksum(message.data_ptr(), message.numel() // 4, skip)
+
+
+def _check(tensor: Tensor, dtype: torch.dtype, numel: int) -> None:
+    """What the extension takes on trust, so it is made sure of here."""
+    if tensor.dtype is dtype and tensor.numel() == numel and tensor.is_cpu and tensor.is_contiguous():
+        return
+    raise ValueError(
+        f"native kernels need a contiguous CPU tensor of {numel} {dtype} elements, got "
+        f"{tensor.numel()} {tensor.dtype} on {tensor.device}"
+        f"{'' if tensor.is_contiguous() else ', not contiguous'}"
+    )
+
+
+def _check_memory(status: int) -> None:
+    if status == _NO_MEMORY:
+        raise MemoryError("the kernels could not get scratch memory")
