@@ -15,6 +15,8 @@ namespace {
 
 constexpr int64_t kTile = 4096; // elements: 16 KiB, half of a small first-level cache
 
+constexpr int64_t kAhead = 24; // entries that are fetched before their turn: each lies in a line of its own
+
 struct Sum {
   float *out;
   int64_t numel, shards;
@@ -22,6 +24,14 @@ struct Sum {
   int64_t n_pieces;
   float scale;
 };
+
+inline void prefetch(const float *at) {
+#if defined(__GNUC__) || defined(__clang__)
+  __builtin_prefetch(at, 1);
+#else
+  (void)at;
+#endif
+}
 
 // Rounds `first` to `last`; a round is one block of each shard.
 void add_rounds(const Sum &sum, int64_t first, int64_t last) {
@@ -82,8 +92,22 @@ extern "C" int cddp_accumulate(float *out, int64_t numel, int64_t shards, const 
   return memory ? CDDP_OK : CDDP_NO_MEMORY;
 }
 
+extern "C" void cddp_add(float *out, int64_t shards, const cddp_entries *pieces, int64_t n_pieces, float scale) {
+  for (int64_t p = 0; p < n_pieces; ++p) {
+    const cddp_entries &piece = pieces[p];
+    const cddp::Deal deal{shards, piece.shard};
+    for (int64_t i = 0; i < piece.count; ++i) {
+      cddp::prefetch(out + deal.position(piece.indices[std::min(i + cddp::kAhead, piece.count - 1)]));
+      out[deal.position(piece.indices[i])] += piece.values[i] * scale;
+    }
+  }
+}
+
 extern "C" void cddp_put_difference(float *out, int64_t shards, int64_t shard, const int64_t *indices,
                                     const float *a, const float *b, int64_t count) {
   const cddp::Deal deal{shards, shard};
-  for (int64_t i = 0; i < count; ++i) out[deal.position(indices[i])] = a[i] - b[i];
+  for (int64_t i = 0; i < count; ++i) {
+    cddp::prefetch(out + deal.position(indices[std::min(i + cddp::kAhead, count - 1)]));
+    out[deal.position(indices[i])] = a[i] - b[i];
+  }
 }

@@ -31,6 +31,10 @@ int accumulate(Address out, int64_t numel, int64_t shards, Address pieces, int64
   return cddp_accumulate(at<float>(out), numel, shards, at<const cddp_entries>(pieces), n_pieces, scale, threads);
 }
 
+void add(Address out, int64_t shards, Address pieces, int64_t n_pieces, float scale) {
+  cddp_add(at<float>(out), shards, at<const cddp_entries>(pieces), n_pieces, scale);
+}
+
 void put_difference(Address out, int64_t shards, int64_t shard, Address indices, Address a, Address b, int64_t count) {
   cddp_put_difference(at<float>(out), shards, shard, at<const int64_t>(indices), at<const float>(a),
                       at<const float>(b), count);
@@ -76,6 +80,7 @@ NB_MODULE(_native, m) {
   m.def("take_topk", &take_topk, unlocked());
   m.def("all_finite", &all_finite, unlocked());
   m.def("accumulate", &accumulate, unlocked());
+  m.def("add", &add, unlocked());
   m.def("put_difference", &put_difference, unlocked());
   m.def("ef_encode", &ef_encode, unlocked());
   m.def("ef_decode", &ef_decode);

@@ -68,6 +68,9 @@ struct cddp_entries {
 int cddp_accumulate(float *out, int64_t numel, int64_t shards, const struct cddp_entries *pieces,
                     int64_t n_pieces, float scale, int threads);
 
+// out[position] += value * scale for each piece in order, onto what is there.
+void cddp_add(float *out, int64_t shards, const struct cddp_entries *pieces, int64_t n_pieces, float scale);
+
 // out[position] = a - b for each entry of `shard`.
 void cddp_put_difference(float *out, int64_t shards, int64_t shard, const int64_t *indices, const float *a,
                          const float *b, int64_t count);

@@ -54,8 +54,9 @@ class Golden:
         codec, stamp = self._codec(), Stamp(**self.stamp | other_stamp)
         dense = floats(self.input_dense)
         if not self.finite:
-            cpu = torch.device("cpu")
-            return codec.encode_not_finite(self.numel, self.room, dense.numel(), stamp, cpu)
+            message = torch.zeros(codec.nbytes(self.numel, self.room, dense.numel()), dtype=torch.uint8)
+            codec.encode_not_finite(message, self.numel, dense.numel(), stamp)
+            return message
         indices = torch.tensor(self.input_indices, dtype=torch.int64)
         payload = Payload(floats(self.input_values), indices, torch.Size([self.numel]))
         return codec.encode(payload, k=self.room, dense=dense, stamp=stamp).message

@@ -302,6 +302,9 @@ def test_accumulate(n: int, shards: int) -> None:
     reference.accumulate_(outs[0], part, pieces, 1 / 3)
     native.accumulate_(outs[1], part, pieces, 1 / 3)
     assert torch.equal(bits(outs[0]), bits(outs[1]))
+    reference.accumulate_(outs[0], part, pieces[:3], 0.7, fresh=False)
+    native.accumulate_(outs[1], part, pieces[:3], 0.7, fresh=False)
+    assert torch.equal(bits(outs[0]), bits(outs[1]))
     shard, values, indices = pieces[-1]
     for kernel, out in zip((reference, native), outs, strict=True):
         kernel.put_difference_(out, part, shard, indices, values, torch.sin(values))

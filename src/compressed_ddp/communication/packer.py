@@ -71,17 +71,16 @@ class Packer:
                     torch.neg(residual[a:b], out=gradient[a:b])
             small = [self._detach_(gradient, residual, positions) for positions in self.small]
             taken, finite = self.compressor.take_parts(residual, gradient, out, self.part, stamp)
-            finite = finite and all(map(all_finite, small))
+            finite = finite and all(all_finite(values) for values in small if values.numel())
         with clock.phase("encode"):
             rows = gradient.new_zeros((self.part.shards, self.row_bytes), dtype=torch.uint8)
-            for shard in range(self.part.shards):
-                where = stamp._replace(shard=stamp.shard + shard)
+            for shard, size in enumerate(self._nbytes):
+                row, where = rows[shard, :size], stamp._replace(shard=stamp.shard + shard)
                 if finite:
-                    row = self._encode(shard, taken[shard], small[shard], out, where)
+                    self._encode(row, shard, taken[shard], small[shard], out, where)
                 else:
-                    shape = self._shapes[shard]
-                    row = self.codec.encode_not_finite(*shape, where, gradient.device)
-                rows[shard, : row.numel()] = row
+                    numel, _, dense = self._shapes[shard]
+                    self.codec.encode_not_finite(row, numel, dense, where)
             if residual is not None:
                 for a, b in held:
                     out[a:b] = residual[a:b]
@@ -92,6 +91,8 @@ class Packer:
     @staticmethod
     def _detach_(gradient: Tensor, residual: Tensor | None, positions: Tensor) -> Tensor:
         """Take what is due at ``positions`` out of the sum, so that selection passes over it."""
+        if positions.numel() == 0:
+            return gradient[:0]
         due = gradient[positions]
         if residual is None:
             gradient[positions] = 0
@@ -101,18 +102,23 @@ class Packer:
         return due + owed
 
     def _encode(
-        self, shard: int, taken: tuple[Tensor, Tensor], small: Tensor, out: Tensor, stamp: Stamp
-    ) -> Tensor:
-        """One shard's message; what rounding takes from it is left in ``out``."""
+        self,
+        row: Tensor,
+        shard: int,
+        taken: tuple[Tensor, Tensor],
+        small: Tensor,
+        out: Tensor,
+        stamp: Stamp,
+    ) -> None:
+        """Write one shard's message to ``row``; what rounding takes from it is left in ``out``."""
         values, indices = taken
         numel, k, _ = self._shapes[shard]
         sent = self.compressor.scale(values, k, numel) if self.scaled else values
         payload = Payload(sent, indices, torch.Size([numel]))
-        message, seen, seen_small = self.codec.encode(payload, k=k, dense=small, stamp=stamp)
+        _, seen, seen_small = self.codec.encode(payload, k=k, dense=small, stamp=stamp, out=row)
         kernels_for(out).put_difference_(out, self.part, shard, indices, values, seen)
         if small.numel():
             out[self.small[shard]] = small - seen_small
-        return message
 
     def unpack(self, row: Tensor, shard: int, stamp: Stamp) -> Decoded:
         """Check and read a message about ``shard``; raises WireError."""

@@ -55,11 +55,18 @@ class Kernels(Protocol):
         ...
 
     def accumulate_(
-        self, out: Tensor, part: Partition, pieces: Sequence[tuple[int, Tensor, Tensor]], scale: float
+        self,
+        out: Tensor,
+        part: Partition,
+        pieces: Sequence[tuple[int, Tensor, Tensor]],
+        scale: float,
+        *,
+        fresh: bool = True,
     ) -> None:
         """``out = 0``, then ``out[position] += value * scale`` for each piece in order.
 
-        A piece is ``(shard, values, local indices)`` with strictly increasing indices.
+        A piece is ``(shard, values, local indices)`` with strictly increasing indices. Where not
+        ``fresh``, they are added to what is there.
         """
         ...
 

@@ -91,11 +91,16 @@ def finite_sum(residual: Tensor | None, gradient: Tensor) -> bool:
 
 
 def accumulate_(
-    out: Tensor, part: Partition, pieces: Sequence[tuple[int, Tensor, Tensor]], scale: float
+    out: Tensor,
+    part: Partition,
+    pieces: Sequence[tuple[int, Tensor, Tensor]],
+    scale: float,
+    *,
+    fresh: bool = True,
 ) -> None:
-    """``out = 0``, then ``out[position] += value * scale`` for each piece in order."""
+    """``out = 0`` (unless not ``fresh``), then ``out[position] += value * scale`` for each piece in order."""
     if any(values.numel() == part.numel for _, values, _ in pieces):
-        return reference.accumulate_(out, part, pieces, scale)  # nothing sparse: torch's own loops
+        return reference.accumulate_(out, part, pieces, scale, fresh=fresh)  # not sparse: torch's own loops
     _check(out, torch.float32, part.numel)
     table = []
     for shard, values, indices in pieces:
@@ -103,12 +108,13 @@ def accumulate_(
         _check(indices, torch.int64, values.numel())
         table.append([values.data_ptr(), indices.data_ptr(), values.numel(), shard])
     words = torch.tensor(table, dtype=torch.int64)
+    if not fresh:
+        return _native.add(out.data_ptr(), part.shards, words.data_ptr(), len(pieces), scale)
     threads = torch.get_num_threads()
-    _check_memory(
-        _native.accumulate(
-            out.data_ptr(), part.numel, part.shards, words.data_ptr(), len(pieces), scale, threads
-        )
+    status = _native.accumulate(
+        out.data_ptr(), part.numel, part.shards, words.data_ptr(), len(pieces), scale, threads
     )
+    _check_memory(status)
 
 
 def put_difference_(out: Tensor, part: Partition, shard: int, indices: Tensor, a: Tensor, b: Tensor) -> None:

@@ -20,10 +20,16 @@ def finite_sum(residual: Tensor | None, gradient: Tensor) -> bool:
 
 
 def accumulate_(
-    out: Tensor, part: Partition, pieces: Sequence[tuple[int, Tensor, Tensor]], scale: float
+    out: Tensor,
+    part: Partition,
+    pieces: Sequence[tuple[int, Tensor, Tensor]],
+    scale: float,
+    *,
+    fresh: bool = True,
 ) -> None:
-    """``out = 0``, then ``out[position] += value * scale`` for each piece in order."""
-    out.zero_()
+    """``out = 0`` (unless not ``fresh``), then ``out[position] += value * scale`` for each piece in order."""
+    if fresh:
+        out.zero_()
     for shard, values, indices in pieces:
         if values.numel() == part.numel:  # all of them: no positions to look up
             out += values * scale

@@ -55,31 +55,37 @@ class MessageCodec:
         k: int | None = None,
         dense: Tensor | None = None,
         stamp: Stamp = NO_STAMP,
+        out: Tensor | None = None,
     ) -> Encoded:
-        """Reads its arguments only. ``k`` is the room for entries, where it exceeds their number."""
+        """Reads its arguments only. ``k`` is the room for entries, where it exceeds their number.
+
+        ``out``, zeros of the message's size, becomes the message.
+        """
         values, indices, shape = payload
         numel, count = shape.numel(), values.numel()
         k = count if k is None else k
         dense = values.new_empty(0) if dense is None else dense
-        message = torch.zeros(self.nbytes(numel, k, dense.numel()), dtype=torch.uint8, device=values.device)
+        message = out
+        if message is None:
+            size = self.nbytes(numel, k, dense.numel())
+            message = torch.zeros(size, dtype=torch.uint8, device=values.device)
         cuts = self._cuts(numel, k, count, dense.numel())
         seed = stamp.private_seed()
+        seen, seen_dense = values, dense
         message[cuts[0] : cuts[1]] = self.indices.encode(indices, numel, k)
-        message[cuts[1] : cuts[2]] = self.values.encode(values, seed)
-        message[cuts[3] : cuts[4]] = self.values.encode(dense, seed + 1)
+        if count:
+            message[cuts[1] : cuts[2]] = self.values.encode(values, seed)
+            seen = self.values.decode(message[cuts[1] : cuts[2]], count)
+        if dense.numel():
+            message[cuts[3] : cuts[4]] = self.values.encode(dense, seed + 1)
+            seen_dense = self.values.decode(message[cuts[3] : cuts[4]], dense.numel())
         self._seal(message, self._header(stamp, numel, count, dense.numel()))
-        return Encoded(
-            message,
-            self.values.decode(message[cuts[1] : cuts[2]], count),
-            self.values.decode(message[cuts[3] : cuts[4]], dense.numel()),
-        )
+        return Encoded(message, seen, seen_dense)
 
-    def encode_not_finite(self, numel: int, k: int, dense: int, stamp: Stamp, device: torch.device) -> Tensor:
-        """The message that says: my gradient was not finite, nobody may use this step."""
-        message = torch.zeros(self.nbytes(numel, k, dense), dtype=torch.uint8, device=device)
+    def encode_not_finite(self, message: Tensor, numel: int, dense: int, stamp: Stamp) -> None:
+        """Make ``message`` (zeros) say: my gradient was not finite, nobody may use this step."""
         header = self._header(stamp, numel, 0, dense)
         self._seal(message, replace(header, flags=header.flags | NOT_FINITE))
-        return message
 
     def decode(
         self, message: Tensor, *, numel: int, k: int, dense: int = 0, stamp: Stamp = NO_STAMP
