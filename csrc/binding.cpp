@@ -31,13 +31,14 @@ int accumulate(Address out, int64_t numel, int64_t shards, Address pieces, int64
   return cddp_accumulate(at<float>(out), numel, shards, at<const cddp_entries>(pieces), n_pieces, scale, threads);
 }
 
-void add(Address out, int64_t shards, Address pieces, int64_t n_pieces, float scale) {
-  cddp_add(at<float>(out), shards, at<const cddp_entries>(pieces), n_pieces, scale);
+int add(Address out, int64_t numel, int64_t shards, Address pieces, int64_t n_pieces, float scale) {
+  return cddp_add(at<float>(out), numel, shards, at<const cddp_entries>(pieces), n_pieces, scale);
 }
 
-void put_difference(Address out, int64_t shards, int64_t shard, Address indices, Address a, Address b, int64_t count) {
-  cddp_put_difference(at<float>(out), shards, shard, at<const int64_t>(indices), at<const float>(a),
-                      at<const float>(b), count);
+int put_difference(Address out, int64_t numel, int64_t shards, int64_t shard, Address indices, Address a, Address b,
+                   int64_t count) {
+  return cddp_put_difference(at<float>(out), numel, shards, shard, at<const int64_t>(indices), at<const float>(a),
+                             at<const float>(b), count);
 }
 
 int ef_encode(Address indices, int64_t count, int64_t numel, int64_t capacity, int low_bits, int64_t bitmap_bytes,

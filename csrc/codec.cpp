@@ -41,32 +41,75 @@ inline void unpack_fours(const uint8_t *from, int n, uint8_t *codes) {
 extern "C" int cddp_ef_encode(const int64_t *indices, int64_t count, int64_t numel, int64_t capacity, int low_bits,
                               int64_t bitmap_bytes, uint8_t *data) {
   if (count > capacity) return CDDP_WRONG_COUNT;
+  if (capacity == 0) return CDDP_OK; // no bytes; `data` may be null
+  int64_t last = -1;
+  bool increasing = true;
+  for (int64_t i = 0; i < count; ++i) {
+    increasing &= indices[i] > last;
+    last = indices[i];
+  }
+  if (!increasing) return CDDP_NOT_INCREASING;
+  if (last >= numel) return CDDP_OUT_OF_RANGE;
+
   const int64_t low_bytes = (low_bits * capacity + 7) / 8;
-  uint8_t *bitmap = data + low_bytes;
   std::memset(data, 0, static_cast<size_t>(low_bytes + bitmap_bytes));
   const uint64_t mask = (uint64_t{1} << low_bits) - 1;
   uint64_t word = 0;
-  int filled = 0;
+  unsigned filled = 0;
   uint8_t *to = data;
-  int64_t last = -1;
-  for (int64_t i = 0; i < count; ++i) {
-    if (indices[i] <= last) return CDDP_NOT_INCREASING;
-    if (indices[i] >= numel) return CDDP_OUT_OF_RANGE;
-    last = indices[i];
-    const auto index = static_cast<uint64_t>(last);
-    const uint64_t bit = (index >> low_bits) + static_cast<uint64_t>(i);
-    bitmap[bit / 8] = static_cast<uint8_t>(bitmap[bit / 8] | 1u << bit % 8);
-    word |= (index & mask) << filled;
-    filled += low_bits;
-    if (filled >= 32) {
-      const auto out = static_cast<uint32_t>(word);
-      std::memcpy(to, &out, 4);
-      to += 4;
-      word >>= 32;
-      filled -= 32;
+  const auto append = [&](int64_t index) { // whole bytes leave the word: at most 38 bits are ever in it
+    word |= (static_cast<uint64_t>(index) & mask) << filled;
+    filled += static_cast<unsigned>(low_bits);
+  };
+  const auto advance = [&] {
+    to += filled / 8;
+    word >>= filled / 8 * 8;
+    filled %= 8;
+  };
+  int64_t next = 0;
+  if (low_bits <= 16) { // eight at a time are a whole number of bytes, so none waits for the one before
+    const auto half = [&](const int64_t *four) {
+      uint64_t bits = 0;
+      for (int j = 0; j < 4; ++j) bits |= (static_cast<uint64_t>(four[j]) & mask) << j * low_bits;
+      return bits;
+    };
+    const int split = 4 * low_bits;
+    for (; next + 8 <= count && data + low_bytes - to >= 16; next += 8, to += low_bits) {
+      const uint64_t lower = half(indices + next), upper = half(indices + next + 4);
+      const uint64_t words[2] = {split < 64 ? lower | upper << split : lower, upper >> (64 - split)};
+      std::memcpy(to, words, 16);
     }
   }
-  std::memcpy(to, &word, static_cast<size_t>((filled + 7) / 8));
+  for (; next < count && data + low_bytes - to >= 8; ++next) {
+    append(indices[next]);
+    std::memcpy(to, &word, 8);
+    advance();
+  }
+  for (; next < count; ++next) {
+    append(indices[next]);
+    std::memcpy(to, &word, (filled + 7) / 8);
+    advance();
+  }
+
+  uint8_t *bitmap = data + low_bytes;
+  uint64_t ones = 0, at = 0; // 64 bits of the bitmap, and which
+  const auto flush = [&] {
+    const auto left = static_cast<uint64_t>(bitmap_bytes) - at * 8;
+    if (left >= 8)
+      std::memcpy(bitmap + at * 8, &ones, 8);
+    else
+      std::memcpy(bitmap + at * 8, &ones, left);
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    const uint64_t bit = (static_cast<uint64_t>(indices[i]) >> low_bits) + static_cast<uint64_t>(i);
+    if (bit / 64 != at) {
+      flush();
+      ones = 0;
+      at = bit / 64;
+    }
+    ones |= uint64_t{1} << bit % 64;
+  }
+  if (count > 0) flush();
   return CDDP_OK;
 }
 
@@ -75,17 +118,20 @@ extern "C" int cddp_ef_decode(const uint8_t *data, int64_t capacity, int low_bit
   const int64_t low_bytes = (low_bits * capacity + 7) / 8;
   const uint8_t *bitmap = data + low_bytes, *end = bitmap + bitmap_bytes;
   *found = count_ones(bitmap, bitmap_bytes);
-  if (*found != count) return CDDP_WRONG_COUNT;
-  const uint64_t mask = (uint64_t{1} << low_bits) - 1;
-  int64_t i = 0, last = -1;
+  if (*found != count || count > capacity) return CDDP_WRONG_COUNT;
+  const auto width = static_cast<uint64_t>(low_bits);
+  const uint64_t mask = (uint64_t{1} << width) - 1;
+  uint64_t i = 0;
+  int64_t last = -1;
   bool increasing = true;
   for (int64_t at = 0; at < bitmap_bytes; at += 8) {
+    const auto base = static_cast<uint64_t>(at) * 8;
     for (uint64_t ones = load64(bitmap + at, end); ones; ones &= ones - 1, ++i) {
-      const int64_t high = at * 8 + std::countr_zero(ones) - i;
-      const int64_t bit = i * low_bits;
+      const uint64_t high = base + static_cast<uint64_t>(std::countr_zero(ones)) - i;
+      const uint64_t bit = i * width;
       // Past the low bits lies the bitmap, so a full word is there for all but the last few.
-      const uint64_t low = load64(data + bit / 8, end) >> (bit & 7) & mask;
-      const int64_t index = high << low_bits | static_cast<int64_t>(low);
+      const uint64_t low = load64(data + bit / 8, end) >> bit % 8 & mask;
+      const auto index = static_cast<int64_t>(high << width | low);
       increasing &= index > last;
       indices[i] = last = index;
     }

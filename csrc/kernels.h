@@ -4,7 +4,8 @@
 // bits. The caller owns all buffers, checks their sizes and keeps them alive; nothing is kept
 // between calls but scratch memory of the calling thread. Arrays are contiguous; float and integer
 // arrays are aligned to their element, messages (uint8_t) to nothing. Nothing here throws to the
-// caller: memory that cannot be had is reported as CDDP_NO_MEMORY.
+// caller: memory that cannot be had is reported as CDDP_NO_MEMORY. A bucket has fewer than 2^32
+// elements.
 
 #ifndef COMPRESSED_DDP_KERNELS_H
 #define COMPRESSED_DDP_KERNELS_H
@@ -46,8 +47,8 @@ struct cddp_quota {
 // hole at the end of its room.
 //
 // exact = 0 takes what is at or above a sampled estimate of the k-th magnitude, thinned to k.
-// threads is how many may work (the caller's among them). CDDP_NOT_FINITE: the results and out
-// mean nothing.
+// threads is how many may work (the caller's among them). CDDP_NOT_FINITE, CDDP_NO_MEMORY: the
+// results and out mean nothing.
 int cddp_take_topk(const float *residual, const float *gradient, float *out, int64_t numel, int64_t shards,
                    const struct cddp_quota *quotas, int64_t n_quotas, float *values, int64_t *indices,
                    int64_t *taken, int exact, int threads);
@@ -57,7 +58,7 @@ int cddp_finite(const float *residual, const float *gradient, int64_t numel);
 
 // --- sums -----------------------------------------------------------------------------------
 
-// Entries of one message about `shard`: strictly increasing local indices, checked by the caller.
+// Entries of one message about `shard`, at strictly increasing local indices.
 struct cddp_entries {
   const float *values;
   const int64_t *indices;
@@ -65,20 +66,23 @@ struct cddp_entries {
 };
 
 // out = 0, then for each piece in order out[position] += value * scale (two roundings).
+// CDDP_OUT_OF_RANGE: indices of some piece are not increasing, or reach outside; out means nothing.
 int cddp_accumulate(float *out, int64_t numel, int64_t shards, const struct cddp_entries *pieces,
                     int64_t n_pieces, float scale, int threads);
 
-// out[position] += value * scale for each piece in order, onto what is there.
-void cddp_add(float *out, int64_t shards, const struct cddp_entries *pieces, int64_t n_pieces, float scale);
+// out[position] += value * scale for each piece in order, onto what is there. CDDP_OUT_OF_RANGE: some
+// entry lies outside and was left out.
+int cddp_add(float *out, int64_t numel, int64_t shards, const struct cddp_entries *pieces, int64_t n_pieces, float scale);
 
-// out[position] = a - b for each entry of `shard`.
-void cddp_put_difference(float *out, int64_t shards, int64_t shard, const int64_t *indices, const float *a,
+// out[position] = a - b for each entry of `shard`. CDDP_OUT_OF_RANGE as above.
+int cddp_put_difference(float *out, int64_t numel, int64_t shards, int64_t shard, const int64_t *indices, const float *a,
                          const float *b, int64_t count);
 
 // --- codes ----------------------------------------------------------------------------------
 
 // Elias-Fano with `low_bits` stored bits an index; docs/wire-format.md. `data` has room for
-// ceil(low_bits * capacity / 8) bytes, then `bitmap_bytes` bytes; all of them are written. Indices
+// ceil(low_bits * capacity / 8) bytes, then `bitmap_bytes` bytes, which are enough for numel and
+// capacity; low_bits is at most 31; all bytes are written. Indices
 // must be strictly increasing and below numel, and at most `capacity`; otherwise a status says so.
 int cddp_ef_encode(const int64_t *indices, int64_t count, int64_t numel, int64_t capacity, int low_bits,
                    int64_t bitmap_bytes, uint8_t *data);
@@ -88,7 +92,8 @@ int cddp_ef_encode(const int64_t *indices, int64_t count, int64_t numel, int64_t
 int cddp_ef_decode(const uint8_t *data, int64_t capacity, int low_bits, int64_t bitmap_bytes, int64_t numel,
                    int64_t count, int64_t *indices, int64_t *found);
 
-// Logarithmic codes of 8 or 4 bits in blocks of 64: 4 bytes a block, then the codes.
+// Logarithmic codes of 8 or 4 bits in blocks of 64: 4 bytes a block, then the codes. Values are
+// finite.
 void cddp_log_encode(const float *values, int64_t count, int bits, uint8_t *data);
 int cddp_log_decode(const uint8_t *data, int64_t count, int bits, float *values);
 

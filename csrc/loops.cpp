@@ -77,9 +77,10 @@ inline void widen(int64_t *to, __m256i x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + 4), _mm256_cvtepu32_epi64(_mm256_extracti128_si256(x, 1)));
 }
 
-template <bool kResidual> inline __m256 sum8(const float *r, const float *g) {
-  const __m256 x = _mm256_loadu_ps(g);
-  return kResidual ? _mm256_add_ps(_mm256_loadu_ps(r), x) : x;
+template <bool kResidual> inline __m256 sum8(const float *r, const float *g, size_t at) {
+  const __m256 x = _mm256_loadu_ps(g + at);
+  if constexpr (kResidual) return _mm256_add_ps(_mm256_loadu_ps(r + at), x); // otherwise r is null
+  return x;
 }
 
 template <bool kResidual, bool kDense, bool kStream>
@@ -109,7 +110,7 @@ size_t filter_with(const float *r, const float *g, float *out, size_t n, uint32_
     __m256 sum[4];
     __m256i hit[4];
     for (int v = 0; v < 4; ++v) {
-      sum[v] = sum8<kResidual>(r + i + 8 * v, g + i + 8 * v);
+      sum[v] = sum8<kResidual>(r, g, i + 8 * static_cast<size_t>(v));
       hit[v] = _mm256_cmpgt_epi32(keys_of(sum[v]), below);
     }
     const __m256i any = _mm256_or_si256(_mm256_or_si256(hit[0], hit[1]), _mm256_or_si256(hit[2], hit[3]));
@@ -294,7 +295,7 @@ void log_codes(const float *values, int n, int bits, uint16_t scale[2], uint8_t 
   const int32_t octaves = bits == 8 ? 15 : 4;
   lowest = std::min(std::max(lowest, highest - octaves * kOctave), highest);
   scale[0] = static_cast<uint16_t>(lowest >> 16);
-  scale[1] = static_cast<uint16_t>(std::min((highest + 0xffff) >> 16, kLargest));
+  scale[1] = static_cast<uint16_t>(std::min((highest >> 16) + ((highest & 0xffff) != 0), kLargest));
   const Steps s = steps_of(scale, bits);
   // (x + 0.5) / step is at least 0.5 / step from any integer, far more than a double's rounding, so
   // multiplying by the reciprocal and cutting off gives x // step exactly; negative x is clamped.

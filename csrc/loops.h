@@ -10,7 +10,7 @@
 namespace cddp {
 
 // A float's bits below its sign, as an integer: orders magnitudes, NaN and infinity on top.
-inline uint32_t key_of(float x) {
+static inline uint32_t key_of(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   return bits & 0x7fffffffu;

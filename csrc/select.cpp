@@ -180,9 +180,11 @@ void bracket(const Job &job, Segment &segment, uint32_t *keys, uint32_t *work) {
   }
   // Entries of a line are alike, so the spread is wider than that of independent draws.
   const double margin = 5.0 * std::sqrt(1.5 * rank) + 4.0;
-  segment.low = ranked(std::min(n, static_cast<int64_t>(rank + margin) + 1));
+  const int64_t low = std::min(n, static_cast<int64_t>(rank + margin) + 1);
+  segment.low = ranked(low);
   if (rank - margin >= 1.0) segment.high = ranked(static_cast<int64_t>(rank - margin)) + 1;
-  segment.capacity = std::min(size, 3 * k + 256);
+  // Twice what is expected to be listed, which for small ranks is several times k.
+  segment.capacity = std::min(size, std::max(3 * k, 2 * (low * size / n)) + 256);
   // Many equal keys at the bracket's lower end: list what is above them, and fill up from them.
   const auto listed = std::count_if(keys, keys + n, [&](uint32_t key) { return key >= segment.low; });
   if (static_cast<double>(listed) * static_cast<double>(size) > 0.8 * static_cast<double>(n * segment.capacity)) {
@@ -243,11 +245,13 @@ bool pass(const Job &job, const std::vector<Segment> &segments, const std::vecto
   if (job.shards == 1) {
     run(cursors[0], begin, end - begin, begin);
   } else {
-    for (int64_t block = first; block * kBlock < end; ++block) {
-      const int64_t at = block * kBlock;
-      run(cursors[static_cast<size_t>(block % job.shards)], block / job.shards * kBlock, std::min(kBlock, end - at),
-          at);
-    }
+    int64_t at = begin; // where a round begins, so shards take turns from the first one on
+    for (int64_t local = first / job.shards * kBlock; at < end; local += kBlock)
+      for (Cursor &cursor : cursors) {
+        if (at >= end) break;
+        run(cursor, local, std::min(kBlock, end - at), at);
+        at += kBlock;
+      }
   }
   loop.fence();
   return finite;
@@ -268,7 +272,8 @@ template <typename Visit> void each_run(const Job &job, const Segment &segment, 
   }
 }
 
-// The k-th key of everything in `out`, digit by digit: exact for any data, a pass for each digit.
+// The k-th key of everything in `out`, whatever the data: one pass counts leading digits, the next
+// gathers the keys that share the k-th's; where those are most of all, their digits are counted too.
 Rank kth_of_all(const Job &job, const Segment &segment) {
   static constexpr int kShifts[3] = {20, 10, 0};
   int64_t rank = segment.quota.k, above = 0;
@@ -276,7 +281,7 @@ Rank kth_of_all(const Job &job, const Segment &segment) {
   for (const int shift : kShifts) {
     const uint32_t mask = shift == 20 ? 0x7ffu : 0x3ffu;
     // Four tables, so that equal neighbours do not wait for each other's increment.
-    std::array<std::array<int64_t, 2048>, 4> tables{};
+    std::array<std::array<uint32_t, 2048>, 4> tables{};
     each_run(job, segment, [&](const float *x, int64_t n, int64_t) {
       for (int64_t i = 0; i < n; ++i) {
         const uint32_t key = key_of(x[i]);
@@ -285,7 +290,7 @@ Rank kth_of_all(const Job &job, const Segment &segment) {
       return true;
     });
     const auto total = [&](uint32_t digit) {
-      return tables[0][digit] + tables[1][digit] + tables[2][digit] + tables[3][digit];
+      return int64_t{tables[0][digit]} + tables[1][digit] + tables[2][digit] + tables[3][digit];
     };
     uint32_t digit = mask;
     while (total(digit) < rank) {
@@ -295,6 +300,20 @@ Rank kth_of_all(const Job &job, const Segment &segment) {
     }
     prefix |= digit << shift;
     known |= mask << shift;
+    if (shift > 0 && total(digit) <= segment.size() / 4) {
+      std::vector<uint32_t> keys(static_cast<size_t>(total(digit) + 1));
+      size_t count = 0;
+      each_run(job, segment, [&](const float *x, int64_t n, int64_t) {
+        for (int64_t i = 0; i < n; ++i) {
+          const uint32_t key = key_of(x[i]);
+          keys[count] = key;
+          count += (key & known) == prefix;
+        }
+        return true;
+      });
+      const Rank kth = kth_largest(keys.data(), total(digit), rank);
+      return {kth.key, above + kth.above};
+    }
   }
   return {prefix, above};
 }
@@ -399,11 +418,13 @@ int64_t fill_up(const Job &job, const Segment &segment, Lists lists, int64_t mis
 int64_t thin_out(const Job &job, const Segment &segment, Lists lists, int64_t listed, float *values,
                  int64_t *indices) {
   const Deal deal{job.shards, segment.quota.shard};
-  int64_t kept = 0, seen = 0;
+  int64_t kept = 0, due = 0; // kept = floor(seen * k / listed), due the remainder
   for (int64_t t = 0; t < lists.threads; ++t) {
     const List &list = lists[t];
     for (int64_t i = 0; i < list.count; ++i) {
-      if (++seen * segment.quota.k / listed > kept) {
+      due += segment.quota.k;
+      if (due >= listed) {
+        due -= listed;
         values[kept] = list.values[i];
         indices[kept++] = list.indices[i];
       } else {

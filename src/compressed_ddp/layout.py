@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -71,10 +71,11 @@ class Partition:
     quotas: tuple[tuple[Quota, ...], ...]
     """For each shard, disjoint local ranges in increasing order."""
 
-    @classmethod
-    def whole(cls, numel: int, k: int) -> Partition:
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def whole(numel: int, k: int) -> Partition:
         """One shard, one range: the ``k`` largest of everything."""
-        return cls(numel, 1, ((Quota(0, numel, k),) if numel else (),))
+        return Partition(numel, 1, ((Quota(0, numel, k),) if numel else (),))
 
     @cached_property
     def table(self) -> Tensor:

@@ -428,6 +428,12 @@ def test_addresses_are_not_taken_on_trust() -> None:
     overlapping = Partition(100, 1, ((Quota(0, 50, 5), Quota(49, 60, 2)),))
     with pytest.raises(ValueError, match="50 of them in quotas before it"):
         native.take_topk(x, x, torch.empty(100), overlapping)
+    for indices in ([-1], [100], [3, 1_000_000]):
+        pieces = [(0, torch.ones(len(indices)), torch.tensor(indices))]
+        with pytest.raises(ValueError, match="reach outside their shard"):
+            native.accumulate_(torch.empty(100), part, pieces, 1.0)
+    with pytest.raises(ValueError, match="reach outside their shard"):
+        native.put_difference_(torch.empty(100), part, 0, torch.tensor([100]), torch.ones(1), torch.ones(1))
     for indices in ([3, 2], [-1], [100], [5, 5], [1, 2, 3]):
         with pytest.raises(ValueError, match="strictly increasing"):
             native.ef_encode(torch.tensor(indices), 100, 2)

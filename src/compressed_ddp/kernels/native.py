@@ -57,7 +57,7 @@ def take_topk(
     )
     if status == _NOT_FINITE:
         return [], False
-    _check_memory(status)
+    _check_status(status)
     if not exact:
         values, indices, rooms = _close_gaps(values, indices, part, taken.tolist())
     else:
@@ -108,13 +108,8 @@ def accumulate_(
         _check(indices, torch.int64, values.numel())
         table.append([values.data_ptr(), indices.data_ptr(), values.numel(), shard])
     words = torch.tensor(table, dtype=torch.int64)
-    if not fresh:
-        return _native.add(out.data_ptr(), part.shards, words.data_ptr(), len(pieces), scale)
-    threads = torch.get_num_threads()
-    status = _native.accumulate(
-        out.data_ptr(), part.numel, part.shards, words.data_ptr(), len(pieces), scale, threads
-    )
-    _check_memory(status)
+    about = out.data_ptr(), part.numel, part.shards, words.data_ptr(), len(pieces), scale
+    _check_status(_native.accumulate(*about, torch.get_num_threads()) if fresh else _native.add(*about))
 
 
 def put_difference_(out: Tensor, part: Partition, shard: int, indices: Tensor, a: Tensor, b: Tensor) -> None:
@@ -124,9 +119,8 @@ def put_difference_(out: Tensor, part: Partition, shard: int, indices: Tensor, a
     _check(indices, torch.int64, n)
     _check(a, torch.float32, n)
     _check(b, torch.float32, n)
-    _native.put_difference(
-        out.data_ptr(), part.shards, shard, indices.data_ptr(), a.data_ptr(), b.data_ptr(), n
-    )
+    entries = indices.data_ptr(), a.data_ptr(), b.data_ptr(), n
+    _check_status(_native.put_difference(out.data_ptr(), part.numel, part.shards, shard, *entries))
 
 
 def ef_encode(indices: Tensor, numel: int, capacity: int) -> Tensor:
@@ -207,6 +201,8 @@ def _check(tensor: Tensor, dtype: torch.dtype, numel: int) -> None:
     )
 
 
-def _check_memory(status: int) -> None:
+def _check_status(status: int) -> None:
     if status == _NO_MEMORY:
         raise MemoryError("the kernels could not get scratch memory")
+    if status == _OUT_OF_RANGE:
+        raise ValueError("indices are not strictly increasing, or reach outside their shard")

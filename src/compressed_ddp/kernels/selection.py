@@ -113,8 +113,9 @@ def _topk(flat: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
     sample = magnitude[sample_positions(n, flat.device)]
     rank = sample.numel() * k / n
     rank += 5.0 * math.sqrt(1.5 * rank) + 4.0  # entries of a line are alike: more than their number says
-    room = min(n, 3 * k + 256)
-    passing = magnitude >= _kth(sample, min(sample.numel(), int(rank) + 1))
+    low = min(sample.numel(), int(rank) + 1)
+    room = min(n, max(3 * k, 2 * (low * n // sample.numel())) + 256)  # twice what is expected to pass
+    passing = magnitude >= _kth(sample, low)
     count = passing.sum()
     candidates = first_positions(passing, room)
     ranked = torch.where(torch.arange(room, device=flat.device) < count, magnitude[candidates], -1.0)
