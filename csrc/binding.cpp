@@ -11,7 +11,7 @@ namespace {
 
 using Address = uintptr_t;
 static_assert(sizeof(void *) == 8, "structures are filled from Python as 64-bit words");
-static_assert(sizeof(cddp_entries) == 32 && sizeof(cddp_quota) == 32);
+static_assert(sizeof(cddp_entries) == 32 && sizeof(cddp_quota) == 32 && sizeof(cddp_message) == 64);
 
 template <typename T> T *at(Address address) { return reinterpret_cast<T *>(address); }
 
@@ -29,10 +29,6 @@ bool all_finite(Address residual, Address gradient, int64_t numel) {
 int accumulate(Address out, int64_t numel, int64_t shards, Address pieces, int64_t n_pieces, float scale,
                int threads) {
   return cddp_accumulate(at<float>(out), numel, shards, at<const cddp_entries>(pieces), n_pieces, scale, threads);
-}
-
-int add(Address out, int64_t numel, int64_t shards, Address pieces, int64_t n_pieces, float scale) {
-  return cddp_add(at<float>(out), numel, shards, at<const cddp_entries>(pieces), n_pieces, scale);
 }
 
 int put_difference(Address out, int64_t numel, int64_t shards, int64_t shard, Address indices, Address a, Address b,
@@ -59,6 +55,19 @@ nb::object ef_decode(Address data, int64_t capacity, int low_bits, int64_t bitma
   return nb::make_tuple(status, found);
 }
 
+// The status, and where it is not CDDP_OK which message it is about and what was found there.
+nb::object sum_messages(Address out, int64_t numel, int64_t shards, Address messages, int64_t n_messages, int values,
+                        float scale, bool fresh, int threads) {
+  int64_t which = 0, found = 0;
+  int status = 0;
+  {
+    nb::gil_scoped_release unlocked;
+    status = cddp_sum_messages(at<float>(out), numel, shards, at<const cddp_message>(messages), n_messages, values,
+                               scale, fresh, threads, &which, &found);
+  }
+  return nb::make_tuple(status, which, found);
+}
+
 void log_encode(Address values, int64_t count, int bits, Address data) {
   cddp_log_encode(at<const float>(values), count, bits, at<uint8_t>(data));
 }
@@ -81,7 +90,7 @@ NB_MODULE(_native, m) {
   m.def("take_topk", &take_topk, unlocked());
   m.def("all_finite", &all_finite, unlocked());
   m.def("accumulate", &accumulate, unlocked());
-  m.def("add", &add, unlocked());
+  m.def("sum_messages", &sum_messages);
   m.def("put_difference", &put_difference, unlocked());
   m.def("ef_encode", &ef_encode, unlocked());
   m.def("ef_decode", &ef_decode);

@@ -24,7 +24,11 @@ enum cddp_status {
   CDDP_OUT_OF_RANGE = 4,   // an index is not below numel
   CDDP_NOT_INCREASING = 5, // indices are not strictly increasing
   CDDP_BAD_SCALE = 6,      // a block's smallest magnitude exceeds its largest, or that is too large
+  CDDP_BAD_VALUE = 7,      // a value is a NaN or an infinity
 };
+
+// How values travel: the wire format's own numbers.
+enum cddp_values { CDDP_FP32 = 0, CDDP_FP16 = 1, CDDP_BF16 = 2, CDDP_LOG8 = 3, CDDP_LOG4 = 4 };
 
 // Which code runs: "avx2", "neon" or "baseline". Chosen once, by what the processor can do.
 const char *cddp_isa(void);
@@ -70,11 +74,8 @@ struct cddp_entries {
 int cddp_accumulate(float *out, int64_t numel, int64_t shards, const struct cddp_entries *pieces,
                     int64_t n_pieces, float scale, int threads);
 
-// out[position] += value * scale for each piece in order, onto what is there. CDDP_OUT_OF_RANGE: some
+// out[position] = a - b for each entry of `shard`. CDDP_OUT_OF_RANGE: some
 // entry lies outside and was left out.
-int cddp_add(float *out, int64_t numel, int64_t shards, const struct cddp_entries *pieces, int64_t n_pieces, float scale);
-
-// out[position] = a - b for each entry of `shard`. CDDP_OUT_OF_RANGE as above.
 int cddp_put_difference(float *out, int64_t numel, int64_t shards, int64_t shard, const int64_t *indices, const float *a,
                          const float *b, int64_t count);
 
@@ -96,6 +97,20 @@ int cddp_ef_decode(const uint8_t *data, int64_t capacity, int low_bits, int64_t 
 // finite.
 void cddp_log_encode(const float *values, int64_t count, int bits, uint8_t *data);
 int cddp_log_decode(const uint8_t *data, int64_t count, int bits, float *values);
+
+// The entries of one message as they travel: an Elias-Fano part (as above) and a value part for
+// `count` values, about `shard`, which has `numel` elements.
+struct cddp_message {
+  const uint8_t *indices, *values;
+  int64_t count, shard, numel, capacity, low_bits, bitmap_bytes;
+};
+
+// Checks all messages; then out = 0 (fresh) or stays as it is, and out[position] += value * scale for
+// each message in order. Nothing is written unless all are good; otherwise which says which one is
+// not, and found what was found there, as in cddp_ef_decode.
+int cddp_sum_messages(float *out, int64_t numel, int64_t shards, const struct cddp_message *messages,
+                      int64_t n_messages, int values, float scale, int fresh, int threads, int64_t *which,
+                      int64_t *found);
 
 // The checksum of a message of n_words 32-bit words, word `skip` taken as zero (-1: none).
 uint32_t cddp_checksum(const uint8_t *message, int64_t n_words, int64_t skip);

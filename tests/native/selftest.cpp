@@ -427,10 +427,6 @@ void check_sums(Random &random, int64_t numel, int threads) {
   test.must(status == CDDP_OK, "status %d", status);
   test.must(out.differs(fresh) < 0, "accumulate: out[%lld] is wrong", ll(out.differs(fresh)));
   test.must(out.intact(), "accumulate: written beside out");
-  const int added = cddp_add(sum.data(), numel, shards, pieces.data(), n_pieces, scale);
-  test.must(added == CDDP_OK, "add: status %d", added);
-  test.must(sum.differs(onto) < 0, "add: out[%lld] is wrong", ll(sum.differs(onto)));
-
   // Indices that no decoder lets through: a status, and nothing touched outside.
   for (int64_t p = 0; p < n_pieces; ++p) {
     if (pieces[p].count == 0) continue;
@@ -440,8 +436,6 @@ void check_sums(Random &random, int64_t numel, int threads) {
     const int refused = cddp_accumulate(out.data(), numel, shards, pieces.data(), n_pieces, scale, threads);
     test.must(refused == CDDP_OUT_OF_RANGE, "accumulate: status %d for index %lld", refused, ll(one));
     test.must(out.intact(), "accumulate: written beside out");
-    const int outside = cddp_add(sum.data(), numel, shards, pieces.data(), n_pieces, scale);
-    test.must(outside == CDDP_OUT_OF_RANGE, "add: status %d for index %lld", outside, ll(one));
     break;
   }
 }
@@ -699,6 +693,87 @@ void check_log(Random &random) {
 
 // --- checksum ---------------------------------------------------------------------------------
 
+// --- sums of messages as they travel ----------------------------------------------------------
+
+// A value part, and the values that it stands for.
+Bytes value_part(const Floats &x, int format, Floats &seen) {
+  if (format == CDDP_LOG8 || format == CDDP_LOG4) {
+    const int bits = format == CDDP_LOG8 ? 8 : 4;
+    Bytes data = log_encoded(x, bits);
+    seen.clear();
+    log_decoded(data, std::ssize(x), bits, seen);
+    return data;
+  }
+  Bytes data;
+  seen = x;
+  for (float &value : seen) {
+    uint32_t word;
+    memcpy(&word, &value, 4);
+    if (format == CDDP_BF16) word &= 0xffff0000u; // cut off, which is good enough for a test
+    if (format == CDDP_FP16) { // sixteen small integers and their signs: exact in every half
+      value = static_cast<float>(static_cast<int>(word & 15)) * (word >> 31 ? -1.0f : 1.0f);
+      const uint32_t n = word & 15;
+      const int top = n ? 31 - __builtin_clz(n) : 0;
+      const uint32_t half = n ? static_cast<uint32_t>(15 + top) << 10 | (n << (10 - top) & 0x3ff) : 0;
+      word = (half | (word >> 31) << 15) << 16;
+    } else {
+      memcpy(&value, &word, 4);
+    }
+    for (int byte = format == CDDP_FP32 ? 0 : 2; byte < 4; ++byte)
+      data.push_back(static_cast<uint8_t>(word >> 8 * byte));
+  }
+  return data;
+}
+
+void check_sum_messages(Random &random, int64_t numel, int threads) {
+  const int64_t shards = random.chance(40) ? 1 : 1 + random.below(7), n = random.below(6);
+  const int format = static_cast<int>(random.below(5));
+  const bool fresh = random.chance(70);
+  const int64_t damaged = n > 0 && random.chance(40) ? random.below(n) : -1;
+  const Case test("sum_messages numel=%lld shards=%lld messages=%lld format=%d fresh=%d damaged=%lld threads=%d",
+                  ll(numel), ll(shards), ll(n), format, fresh, ll(damaged), threads);
+  const std::vector<Integers> positions = deal(numel, shards);
+  const Floats before = draw(random, kGaussian, numel);
+  Floats wanted = fresh ? Floats(before.size(), 0.0f) : before;
+  std::vector<std::unique_ptr<Buffer<uint8_t>>> parts;
+  Buffer<cddp_message> messages(random, n);
+  for (int64_t m = 0; m < n; ++m) {
+    const int64_t shard = random.below(shards);
+    const Integers &mine = positions[shard];
+    const int64_t size = std::ssize(mine), most = numel > 100000 ? size / 20 : size;
+    const EliasFano code(size, std::min(any_k(random, size), most));
+    const int64_t count = random.chance(60) ? code.capacity : random.below(code.capacity + 1);
+    const Integers chosen = choose(random, size, count);
+    Floats seen;
+    Bytes values = value_part(draw(random, kGaussian, count), format, seen), indices;
+    code.encode(chosen, indices);
+    indices.resize(static_cast<size_t>(code.size()));
+    for (int64_t i = 0; i < count; ++i) {
+      const float product = seen[i] * 0.3f;
+      wanted[mine[chosen[i]]] += product;
+    }
+    if (m == damaged) {
+      Bytes &part = random.chance(50) ? indices : values;
+      for (int64_t i = random.below(4); i > 0 && !part.empty(); --i) flip(part, random.below(8 * std::ssize(part)));
+    }
+    parts.push_back(std::make_unique<Buffer<uint8_t>>(random, indices));
+    parts.push_back(std::make_unique<Buffer<uint8_t>>(random, values));
+    messages[m] = {parts[2 * m]->data(), parts[2 * m + 1]->data(), count, shard, size, code.capacity,
+                   code.low_bits,        code.bitmap_bytes};
+  }
+  Buffer<float> out(random, before);
+  int64_t which = -1, found = -1;
+  const int status = cddp_sum_messages(out.data(), numel, shards, messages.data(), n, format, 0.3f, fresh, threads,
+                                       &which, &found);
+  if (status != CDDP_OK) {
+    test.must(damaged >= 0 && which == damaged, "status %d about message %lld", status, ll(which));
+    test.must(out.differs(before) < 0, "out[%lld] was written to", ll(out.differs(before)));
+  } else if (damaged < 0) {
+    test.must(out.differs(wanted) < 0, "out[%lld] is wrong", ll(out.differs(wanted)));
+  }
+  test.must(out.intact(), "written beside out");
+}
+
 void check_checksum(Random &random) {
   const int64_t n_words = any_size(random) / 4, skip = random.chance(30) ? -1 : random.below(n_words);
   const Case test("checksum words=%lld skip=%lld", ll(n_words), ll(skip));
@@ -728,6 +803,7 @@ void small_cases(Random &random) {
   const int64_t numel = any_size(random);
   check_sums(random, numel, static_cast<int>(random.below(5)));
   check_put_difference(random);
+  check_sum_messages(random, any_size(random), 1);
   check_ef_encode(random);
   check_ef_decode(random);
   check_ef_decode(random);
@@ -742,6 +818,7 @@ void large_cases(Random &random, int64_t round) {
   check_take(random, numel, static_cast<Place>(round % kPlaces), threads, false);
   if (round % 3 == 0) check_take(random, numel, kNone, threads, true); // several threads may find out
   check_sums(random, numel, threads);
+  check_sum_messages(random, numel, threads);
 }
 
 void check_isa() {

@@ -22,7 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "types": {"layout"},  # for annotations only
     "layout": set(),
     "kernels": {"types", "layout"},
-    "wire": {"types", "version", "kernels"},
+    "wire": {"types", "version", "layout", "kernels"},
     "compression": {"types", "layout", "kernels", "wire"},
     "error_feedback": {"types", "layout"},
     "metrics": {"types"},

@@ -19,8 +19,10 @@ from torch import Tensor
 
 import compressed_ddp.kernels as kernels
 from compressed_ddp import CompressionConfig, WireError, cli, get_compressor
-from compressed_ddp.kernels import reference, selection
+from compressed_ddp.kernels import CodedEntries, reference, selection
 from compressed_ddp.layout import BLOCK, Partition, Quota
+from compressed_ddp.types import Payload
+from compressed_ddp.wire import MessageCodec
 
 try:
     from compressed_ddp.kernels import _native, native
@@ -302,13 +304,102 @@ def test_accumulate(n: int, shards: int) -> None:
     reference.accumulate_(outs[0], part, pieces, 1 / 3)
     native.accumulate_(outs[1], part, pieces, 1 / 3)
     assert torch.equal(bits(outs[0]), bits(outs[1]))
-    reference.accumulate_(outs[0], part, pieces[:3], 0.7, fresh=False)
-    native.accumulate_(outs[1], part, pieces[:3], 0.7, fresh=False)
-    assert torch.equal(bits(outs[0]), bits(outs[1]))
     shard, values, indices = pieces[-1]
     for kernel, out in zip((reference, native), outs, strict=True):
         kernel.put_difference_(out, part, shard, indices, values, torch.sin(values))
     assert torch.equal(bits(outs[0]), bits(outs[1]))
+
+
+VALUES = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3, "int4": 4}
+
+
+def coded(part: Partition, shard: int, values: str, *, share: float, full: bool) -> CodedEntries:
+    """A message about ``shard`` as it travels; where not ``full``, with less than it has room for."""
+    size = part.local_numel(shard)
+    room = min(size, max(1, int(size * share)))
+    count = room if full else room // 2
+    indices = torch.randperm(size)[:count].sort().values
+    payload = Payload(torch.randn(count) * 100, indices, torch.Size([size]))
+    codec = MessageCodec.named("elias_fano", values)
+    message = codec.encode(
+        payload, k=room, out=torch.zeros(codec.nbytes(size, room), dtype=torch.uint8)
+    ).message
+    opened = codec.open(message, numel=size, k=room)
+    return CodedEntries(shard, opened.indices, opened.values, size, room, count)
+
+
+@needs_native
+@pytest.mark.usefixtures("simd")
+@pytest.mark.parametrize("values", sorted(VALUES))
+@pytest.mark.parametrize("shards", [1, 2, 5, 100])
+@pytest.mark.parametrize("n", [1, 63, 64, 5000, 30_001])
+def test_sum_coded(n: int, shards: int, values: str) -> None:
+    """Straight from the bytes, onto zeros or onto what is there: as decoding and adding would."""
+    part = evenly(n, shards, 0.1)
+    messages = [
+        coded(part, shard, values, share=1 / (sender + 1) ** 3, full=sender != 2)
+        for sender in range(4)
+        for shard in range(shards)
+    ]
+    outs = [torch.full((n,), torch.nan) for _ in range(2)]
+    for kernel, out in zip((reference, native), outs, strict=True):
+        kernel.sum_coded_(out, part, messages, VALUES[values], 1 / 3)
+        kernel.sum_coded_(out, part, messages[:3], VALUES[values], 0.7, fresh=False)
+    assert torch.equal(bits(outs[0]), bits(outs[1]))
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("share", [0.3, 0.01, 0.00001])
+def test_sum_coded_with_threads(threads: int, share: float) -> None:
+    """Threads begin in the middle of a message."""
+    torch.set_num_threads(threads)
+    n = 5 * 2**19 + 3
+    for shards, values in ((1, "int8"), (3, "int4"), (1, "fp16")):
+        part = evenly(n, shards, 0.01)
+        messages = [coded(part, s % shards, values, share=share, full=s > 0) for s in range(2 * shards)]
+        outs = [torch.full((n,), torch.nan) for _ in range(2)]
+        for kernel, out in zip((reference, native), outs, strict=True):
+            kernel.sum_coded_(out, part, messages, VALUES[values], 0.5)
+        assert torch.equal(bits(outs[0]), bits(outs[1]))
+
+
+@needs_native
+def test_every_half_is_read_alike() -> None:
+    """All finite numbers of both 16-bit types, denormals and signed zeros among them."""
+    for values, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+        numbers = numbers[numbers.isfinite()]
+        n = numbers.numel()
+        indices = reference.ef_encode(torch.arange(n), n, n)
+        message = CodedEntries(0, indices, numbers.view(torch.uint8), n, n, n)
+        out = torch.ones(n)
+        native.sum_coded_(out, Partition.whole(n, n), [message], VALUES[values], 1.0, fresh=False)
+        assert torch.equal(bits(out), bits(1.0 + numbers.to(torch.float32)))
+
+
+@needs_native
+def test_damaged_entries_leave_the_sum_alone() -> None:
+    """The last of three messages is bad: both kernels say so, and neither has written anything."""
+    part = Partition.whole(5000, 50)
+    for values, code in VALUES.items():
+        good = [coded(part, 0, values, share=0.01, full=True) for _ in range(3)]
+        bad_indices = good[2].indices.clone()
+        bad_indices[-20:] = 0xFF
+        bad_values = good[2].values.clone()
+        bad_values[:8] = 0xFF
+        for last in (good[2]._replace(indices=bad_indices), good[2]._replace(values=bad_values)):
+            told = []
+            for kernel in (reference, native):
+                out = torch.full((5000,), 7.0)
+                with pytest.raises(WireError) as caught:
+                    kernel.sum_coded_(out, part, [*good[:2], last], code, 1.0)
+                told.append(str(caught.value))
+                assert bool((out == 7).all())
+            assert told[0] == told[1]
+        for short in (good[2]._replace(values=bad_values[1:]), good[2]._replace(indices=bad_indices[1:])):
+            with pytest.raises(WireError, match="bytes"):
+                native.sum_coded_(torch.empty(5000), part, [short], code, 1.0)
 
 
 @needs_native

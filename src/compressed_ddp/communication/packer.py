@@ -13,7 +13,7 @@ from ..kernels import kernels_for
 from ..kernels.reference import all_finite
 from ..layout import Partition
 from ..types import Clock, Held, Payload, Slot, Stamp
-from ..wire import Decoded
+from ..wire import Opened
 
 
 def room_for_sum(bucket: Tensor) -> Tensor:
@@ -120,29 +120,29 @@ class Packer:
         if small.numel():
             out[self.small[shard]] = small - seen_small
 
-    def unpack(self, row: Tensor, shard: int, stamp: Stamp) -> Decoded:
-        """Check and read a message about ``shard``; raises WireError."""
+    def unpack(self, row: Tensor, shard: int, stamp: Stamp) -> Opened:
+        """Check a message about ``shard``, all but its entries; raises WireError."""
         numel, k, dense = self._shapes[shard]
-        return self.codec.decode(row[: self._nbytes[shard]], numel=numel, k=k, dense=dense, stamp=stamp)
+        return self.codec.open(row[: self._nbytes[shard]], numel=numel, k=k, dense=dense, stamp=stamp)
 
-    def sum_(self, out: Tensor, messages: Sequence[tuple[int, Decoded]], scale: float) -> None:
-        """Overwrite ``out``, the whole bucket, with ``scale`` times each message about a shard."""
-        self._sum_(out, self.part, messages, scale, self.small)
+    def sum_(self, out: Tensor, messages: Sequence[tuple[int, Opened]], scale: float) -> None:
+        """Overwrite ``out``, the whole bucket, with ``scale`` times each message about a shard.
 
-    def sum_shard_(self, out: Tensor, shard: int, messages: Sequence[Decoded], scale: float) -> None:
+        The entries are checked before anything is written; raises WireError.
+        """
+        self.codec.sum_(out, self.part, messages, scale)
+        self._add_small(out, self.small, messages, scale)
+
+    def sum_shard_(self, out: Tensor, shard: int, messages: Sequence[Opened], scale: float) -> None:
         """Overwrite ``out``, a shard's own elements, with ``scale`` times the messages about it."""
-        self._sum_(out, self._alone[shard], [(0, m) for m in messages], scale, [self.small_local[shard]])
+        numbered = [(0, message) for message in messages]
+        self.codec.sum_(out, self._alone[shard], numbered, scale)
+        self._add_small(out, [self.small_local[shard]], numbered, scale)
 
     @staticmethod
-    def _sum_(
-        out: Tensor,
-        part: Partition,
-        messages: Sequence[tuple[int, Decoded]],
-        scale: float,
-        small: Sequence[Tensor],
+    def _add_small(
+        out: Tensor, small: Sequence[Tensor], messages: Sequence[tuple[int, Opened]], scale: float
     ) -> None:
-        pieces = [(shard, message.payload.values, message.payload.indices) for shard, message in messages]
-        kernels_for(out).accumulate_(out, part, pieces, scale)
         for shard, message in messages:
             if message.dense.numel():
                 out[small[shard]] += message.dense * scale

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..layout import Partition, Quota
 from . import reference
+from .reference import CodedEntries
 
 VARIABLE = "COMPRESSED_DDP_KERNELS"
 
@@ -55,18 +56,28 @@ class Kernels(Protocol):
         ...
 
     def accumulate_(
+        self, out: Tensor, part: Partition, pieces: Sequence[tuple[int, Tensor, Tensor]], scale: float
+    ) -> None:
+        """``out = 0``, then ``out[position] += value * scale`` for each piece in order.
+
+        A piece is ``(shard, values, local indices)`` with strictly increasing indices.
+        """
+        ...
+
+    def sum_coded_(
         self,
         out: Tensor,
         part: Partition,
-        pieces: Sequence[tuple[int, Tensor, Tensor]],
+        messages: Sequence[CodedEntries],
+        values: int,
         scale: float,
         *,
         fresh: bool = True,
     ) -> None:
-        """``out = 0``, then ``out[position] += value * scale`` for each piece in order.
+        """As ``accumulate_``, from entries as they travel in value format ``values``.
 
-        A piece is ``(shard, values, local indices)`` with strictly increasing indices. Where not
-        ``fresh``, they are added to what is there.
+        All of them are checked first; WireError leaves ``out`` as it was. Where not ``fresh``, they
+        are added to what is there.
         """
         ...
 
@@ -76,11 +87,11 @@ class Kernels(Protocol):
         """``out[position] = a - b`` for a shard's entries."""
         ...
 
-    def ef_encode(self, indices: Tensor, numel: int, capacity: int) -> Tensor: ...
+    def ef_encode(self, indices: Tensor, numel: int, capacity: int, out: Tensor | None = None) -> Tensor: ...
 
     def ef_decode(self, data: Tensor, numel: int, capacity: int, count: int) -> Tensor: ...
 
-    def log_encode(self, values: Tensor, bits: int) -> Tensor: ...
+    def log_encode(self, values: Tensor, bits: int, out: Tensor | None = None) -> Tensor: ...
 
     def log_decode(self, data: Tensor, bits: int, count: int) -> Tensor: ...
 
@@ -170,4 +181,4 @@ def _step(kernels: Kernels, residual: Tensor, gradient: Tensor, part: Partition)
     return [bytes(result.view(torch.uint8).tolist()) for result in results]
 
 
-__all__ = ["Kernels", "describe", "kernels_for", "same_bits"]
+__all__ = ["CodedEntries", "Kernels", "describe", "kernels_for", "same_bits"]

@@ -21,7 +21,18 @@ def all_finite(residual: int, gradient: int, numel: int, /) -> bool: ...
 def accumulate(
     out: int, numel: int, shards: int, pieces: int, n_pieces: int, scale: float, threads: int, /
 ) -> int: ...
-def add(out: int, numel: int, shards: int, pieces: int, n_pieces: int, scale: float, /) -> int: ...
+def sum_messages(
+    out: int,
+    numel: int,
+    shards: int,
+    messages: int,
+    n_messages: int,
+    values: int,
+    scale: float,
+    fresh: bool,
+    threads: int,
+    /,
+) -> tuple[int, int, int]: ...
 def put_difference(
     out: int, numel: int, shards: int, shard: int, indices: int, a: int, b: int, count: int, /
 ) -> int: ...

@@ -13,10 +13,10 @@ from torch import Tensor
 from ..layout import Partition
 from ..types import WireError
 from . import _native, reference
-from .reference import ef_low_bits, ef_nbytes, log_nbytes
+from .reference import FLOATS, LOG_BITS, CodedEntries, ef_low_bits, ef_nbytes, log_nbytes
 
 # kernels.h: enum cddp_status
-_NOT_FINITE, _NO_MEMORY, _WRONG_COUNT, _OUT_OF_RANGE, _NOT_INCREASING = 1, 2, 3, 4, 5
+_NOT_FINITE, _NO_MEMORY, _WRONG_COUNT, _OUT_OF_RANGE, _NOT_INCREASING, _BAD_SCALE = 1, 2, 3, 4, 5, 6
 
 
 def isa() -> str:
@@ -91,25 +91,50 @@ def finite_sum(residual: Tensor | None, gradient: Tensor) -> bool:
 
 
 def accumulate_(
+    out: Tensor, part: Partition, pieces: Sequence[tuple[int, Tensor, Tensor]], scale: float
+) -> None:
+    """``out = 0``, then ``out[position] += value * scale`` for each piece in order."""
+    if any(values.numel() == part.numel for _, values, _ in pieces):
+        return reference.accumulate_(out, part, pieces, scale)  # nothing sparse: torch's own loops
+    _check(out, torch.float32, part.numel)
+    rows = []
+    for shard, values, indices in pieces:
+        _check(values, torch.float32, indices.numel())
+        _check(indices, torch.int64, values.numel())
+        rows.append((values.data_ptr(), indices.data_ptr(), values.numel(), shard))
+    table = torch.tensor(rows, dtype=torch.int64)
+    about = out.data_ptr(), part.numel, part.shards, table.data_ptr(), len(rows)
+    _check_status(_native.accumulate(*about, scale, torch.get_num_threads()))
+
+
+def sum_coded_(
     out: Tensor,
     part: Partition,
-    pieces: Sequence[tuple[int, Tensor, Tensor]],
+    messages: Sequence[CodedEntries],
+    values: int,
     scale: float,
     *,
     fresh: bool = True,
 ) -> None:
-    """``out = 0`` (unless not ``fresh``), then ``out[position] += value * scale`` for each piece in order."""
-    if any(values.numel() == part.numel for _, values, _ in pieces):
-        return reference.accumulate_(out, part, pieces, scale, fresh=fresh)  # not sparse: torch's own loops
+    """As ``accumulate_``, from entries as they travel, all checked first: raises WireError."""
     _check(out, torch.float32, part.numel)
-    table = []
-    for shard, values, indices in pieces:
-        _check(values, torch.float32, indices.numel())
-        _check(indices, torch.int64, values.numel())
-        table.append([values.data_ptr(), indices.data_ptr(), values.numel(), shard])
-    words = torch.tensor(table, dtype=torch.int64)
-    about = out.data_ptr(), part.numel, part.shards, words.data_ptr(), len(pieces), scale
-    _check_status(_native.accumulate(*about, torch.get_num_threads()) if fresh else _native.add(*about))
+    rows = []
+    for shard, index_part, value_part, numel, capacity, count in messages:
+        if numel != part.local_numel(shard):
+            raise ValueError(f"message about {numel} elements; shard {shard} has {part.local_numel(shard)}")
+        low, bitmap = _check_sizes(index_part, numel, capacity)
+        size = log_nbytes(LOG_BITS[values], count) if values in LOG_BITS else count * FLOATS[values].itemsize
+        if value_part.numel() != size:
+            raise WireError(f"value part has {value_part.numel()} bytes, not {size}")
+        _check(value_part, torch.uint8, size)
+        where = index_part.data_ptr(), value_part.data_ptr()
+        rows.append((*where, count, shard, numel, capacity, low, bitmap))
+    table = torch.tensor(rows, dtype=torch.int64)
+    about = out.data_ptr(), part.numel, part.shards, table.data_ptr(), len(rows), values, scale
+    status, which, found = _native.sum_messages(*about, fresh, torch.get_num_threads())
+    if status not in (0, _NO_MEMORY):
+        raise _wire_error(status, found, messages[which].entries, messages[which].numel)
+    _check_status(status)
 
 
 def put_difference_(out: Tensor, part: Partition, shard: int, indices: Tensor, a: Tensor, b: Tensor) -> None:
@@ -123,12 +148,11 @@ def put_difference_(out: Tensor, part: Partition, shard: int, indices: Tensor, a
     _check_status(_native.put_difference(out.data_ptr(), part.numel, part.shards, shard, *entries))
 
 
-def ef_encode(indices: Tensor, numel: int, capacity: int) -> Tensor:
+def ef_encode(indices: Tensor, numel: int, capacity: int, out: Tensor | None = None) -> Tensor:
     """Strictly increasing indices below ``numel``, at most ``capacity``, as Elias-Fano bytes."""
     _check(indices, torch.int64, indices.numel())
-    low = ef_low_bits(numel, capacity)
-    out = torch.empty(ef_nbytes(numel, capacity), dtype=torch.uint8)
-    bitmap = out.numel() - -(-low * capacity // 8)
+    out = torch.empty(ef_nbytes(numel, capacity), dtype=torch.uint8) if out is None else out
+    low, bitmap = _check_sizes(out, numel, capacity)
     status = _native.ef_encode(
         indices.data_ptr(), indices.numel(), numel, capacity, low, bitmap, out.data_ptr()
     )
@@ -142,31 +166,46 @@ def ef_encode(indices: Tensor, numel: int, capacity: int) -> Tensor:
 
 def ef_decode(data: Tensor, numel: int, capacity: int, count: int) -> Tensor:
     """The inverse of ``ef_encode``; raises WireError for anything it could not have written."""
-    size = ef_nbytes(numel, capacity)
-    if data.numel() != size:
-        raise WireError(f"index part has {data.numel()} bytes, not {size}")
-    _check(data, torch.uint8, size)
-    if capacity == 0 or count > capacity:
-        return reference.ef_decode(data, numel, capacity, count)
-    low = ef_low_bits(numel, capacity)
+    low, bitmap = _check_sizes(data, numel, capacity)
+    if capacity == 0:
+        return torch.empty(0, dtype=torch.int64)
     indices = torch.empty(count, dtype=torch.int64)
     status, found = _native.ef_decode(
-        data.data_ptr(), capacity, low, size - -(-low * capacity // 8), numel, count, indices.data_ptr()
+        data.data_ptr(), capacity, low, bitmap, numel, count, indices.data_ptr()
     )
-    if status == _WRONG_COUNT:
-        raise WireError(f"index part holds {found} entries, its header says {count}")
-    if status == _OUT_OF_RANGE:
-        raise WireError(f"index {found} is outside a bucket of {numel} elements")
-    if status == _NOT_INCREASING:
-        raise WireError("indices are not strictly increasing")
+    if status:
+        raise _wire_error(status, found, count, numel)
     return indices
 
 
-def log_encode(values: Tensor, bits: int) -> Tensor:
+def _check_sizes(data: Tensor, numel: int, capacity: int) -> tuple[int, int]:
+    """How many low bits an index has in ``data``, and how many bytes the bitmap; both as they must be."""
+    size, low = ef_nbytes(numel, capacity), ef_low_bits(numel, capacity)
+    if data.numel() != size:
+        raise WireError(f"index part has {data.numel()} bytes, not {size}")
+    _check(data, torch.uint8, size)
+    return low, size - -(-low * capacity // 8)
+
+
+def _wire_error(status: int, found: int, count: int, numel: int) -> WireError:
+    """What is wrong with a message, in the reference's words."""
+    if status == _WRONG_COUNT:
+        return WireError(f"index part holds {found} entries, its header says {count}")
+    if status == _OUT_OF_RANGE:
+        return WireError(f"index {found} is outside a bucket of {numel} elements")
+    if status == _NOT_INCREASING:
+        return WireError("indices are not strictly increasing")
+    if status == _BAD_SCALE:
+        return WireError("value part has a block whose smallest magnitude exceeds its largest")
+    return WireError("value part holds a NaN or an infinity")
+
+
+def log_encode(values: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
     """Finite float32 values to bytes (``log_nbytes`` of them)."""
     count = values.numel()
     _check(values, torch.float32, count)
-    out = torch.empty(log_nbytes(bits, count), dtype=torch.uint8)
+    out = torch.empty(log_nbytes(bits, count), dtype=torch.uint8) if out is None else out
+    _check(out, torch.uint8, log_nbytes(bits, count))
     _native.log_encode(values.data_ptr(), count, bits, out.data_ptr())
     return out
 
@@ -177,8 +216,9 @@ def log_decode(data: Tensor, bits: int, count: int) -> Tensor:
         raise WireError(f"value part has {data.numel()} bytes, not {log_nbytes(bits, count)}")
     _check(data, torch.uint8, data.numel())
     values = torch.empty(count)
-    if _native.log_decode(data.data_ptr(), count, bits, values.data_ptr()):
-        raise WireError("value part has a block whose smallest magnitude exceeds its largest")
+    status = _native.log_decode(data.data_ptr(), count, bits, values.data_ptr())
+    if status:
+        raise _wire_error(status, 0, count, 0)
     return values
 
 

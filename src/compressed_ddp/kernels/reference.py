@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,19 @@ from torch import Tensor
 from ..layout import Partition
 from ..types import WireError
 from .selection import all_finite, take_selected, take_topk, topk_indices
+
+
+class CodedEntries(NamedTuple):
+    """The entries of one message as they travel: Elias-Fano indices and values, about ``shard``."""
+
+    shard: int
+    indices: Tensor
+    values: Tensor
+    numel: int
+    """Elements of the shard."""
+    capacity: int
+    entries: int
+
 
 # --- sums ----------------------------------------------------------------------------------
 
@@ -20,16 +34,37 @@ def finite_sum(residual: Tensor | None, gradient: Tensor) -> bool:
 
 
 def accumulate_(
+    out: Tensor, part: Partition, pieces: Sequence[tuple[int, Tensor, Tensor]], scale: float
+) -> None:
+    """``out = 0``, then ``out[position] += value * scale`` for each piece in order."""
+    out.zero_()
+    _add(out, part, pieces, scale)
+
+
+def sum_coded_(
     out: Tensor,
     part: Partition,
-    pieces: Sequence[tuple[int, Tensor, Tensor]],
+    messages: Sequence[CodedEntries],
+    values: int,
     scale: float,
     *,
     fresh: bool = True,
 ) -> None:
-    """``out = 0`` (unless not ``fresh``), then ``out[position] += value * scale`` for each piece in order."""
+    """As ``accumulate_``, from entries as they travel, all checked first: raises WireError."""
+    pieces = []
+    for shard, index_part, value_part, numel, capacity, count in messages:
+        indices = ef_decode(index_part, numel, capacity, count)
+        if values in FLOATS:
+            numbers = float_decode(value_part, FLOATS[values])
+        else:
+            numbers = log_decode(value_part, LOG_BITS[values], count)
+        pieces.append((shard, numbers, indices))
     if fresh:
         out.zero_()
+    _add(out, part, pieces, scale)
+
+
+def _add(out: Tensor, part: Partition, pieces: Sequence[tuple[int, Tensor, Tensor]], scale: float) -> None:
     for shard, values, indices in pieces:
         if values.numel() == part.numel:  # all of them: no positions to look up
             out += values * scale
@@ -90,13 +125,16 @@ def ef_nbytes(numel: int, capacity: int) -> int:
     return -(-low * capacity // 8) + -(-(capacity + (numel >> low) + 1) // 8)
 
 
-def ef_encode(indices: Tensor, numel: int, capacity: int) -> Tensor:
+def ef_encode(indices: Tensor, numel: int, capacity: int, out: Tensor | None = None) -> Tensor:
     """Strictly increasing indices below ``numel``, at most ``capacity``, as Elias-Fano bytes.
 
     The low bits of each index are packed; the high part of index i is a one at bit
-    ``high + i`` of a bitmap. Fewer indices than ``capacity`` leave zeros behind them.
+    ``high + i`` of a bitmap. Fewer indices than ``capacity`` leave zeros behind them. Written to
+    ``out`` (of the right size) if that is given.
     """
-    out = torch.zeros(ef_nbytes(numel, capacity), dtype=torch.uint8, device=indices.device)
+    if out is None:
+        out = torch.empty(ef_nbytes(numel, capacity), dtype=torch.uint8, device=indices.device)
+    out.zero_()
     if indices.numel() == 0:
         return out
     low = ef_low_bits(numel, capacity)
@@ -129,6 +167,22 @@ def ef_decode(data: Tensor, numel: int, capacity: int, count: int) -> Tensor:
     return indices
 
 
+# --- values --------------------------------------------------------------------------------
+
+FLOATS = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
+LOG_BITS = {3: 8, 4: 4}
+"""Value formats that ``sum_coded_`` reads, by their codes on the wire."""
+
+
+def float_decode(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes to float32; raises WireError for a NaN or an infinity."""
+    # A copy first: a slice of a message need not be aligned to the type.
+    values = data.clone().view(dtype).to(torch.float32)
+    if not all_finite(values):
+        raise WireError("value part holds a NaN or an infinity")
+    return values
+
+
 # --- logarithmic value codes ---------------------------------------------------------------
 #
 # A float32's bits below the sign, read as an integer, are a piecewise linear logarithm of its
@@ -147,8 +201,8 @@ def log_nbytes(bits: int, count: int) -> int:
     return 4 * -(-count // LOG_BLOCK) + -(-count * bits // 8)
 
 
-def log_encode(values: Tensor, bits: int) -> Tensor:
-    """Finite float32 values to bytes (``log_nbytes`` of them)."""
+def log_encode(values: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
+    """Finite float32 values to bytes (``log_nbytes`` of them), to ``out`` if that is given."""
     count = values.numel()
     keys = values.view(torch.int32).to(torch.int64)
     negative, keys = keys < 0, keys & 0x7FFFFFFF
@@ -165,7 +219,7 @@ def log_encode(values: Tensor, bits: int) -> Tensor:
     codes = torch.where((blocks == 0) | (blocks < base - _OCTAVE), 0, codes)
     scales = torch.stack([low16, high16], 1).view(-1)
     codes = codes.view(-1)[:count] | ((negative & (codes.view(-1)[:count] > 0)) << (bits - 1))
-    return torch.cat([pack_uints(scales, 16), pack_uints(codes, bits)])
+    return torch.cat([pack_uints(scales, 16), pack_uints(codes, bits)], out=out)
 
 
 def log_decode(data: Tensor, bits: int, count: int) -> Tensor:
@@ -211,6 +265,9 @@ def checksum(message: Tensor, skip: int = -1) -> int:
 
 
 __all__ = [
+    "FLOATS",
+    "LOG_BITS",
+    "CodedEntries",
     "accumulate_",
     "all_finite",
     "checksum",
@@ -219,12 +276,14 @@ __all__ = [
     "ef_low_bits",
     "ef_nbytes",
     "finite_sum",
+    "float_decode",
     "log_decode",
     "log_encode",
     "log_nbytes",
     "pack_bits",
     "pack_uints",
     "put_difference_",
+    "sum_coded_",
     "take_selected",
     "take_topk",
     "topk_indices",

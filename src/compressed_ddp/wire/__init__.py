@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .codec import Decoded, Encoded, MessageCodec
+from .codec import Decoded, Encoded, MessageCodec, Opened
 from .header import HEADER_BYTES, Header
 from .indices import INDEX_FORMATS
 from .values import SPARSE_VALUES, value_format
@@ -15,5 +15,6 @@ __all__ = [
     "Encoded",
     "Header",
     "MessageCodec",
+    "Opened",
     "value_format",
 ]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels import kernels_for
+from ..kernels import CodedEntries, kernels_for
+from ..kernels.reference import FLOATS, LOG_BITS
+from ..layout import Partition
 from ..types import NO_STAMP, Payload, Stamp, WireError
 from .header import CHECKSUM_AT, HEADER_BYTES, NOT_FINITE, Header, stamped
-from .indices import INDEX_FORMATS, IndexFormat
+from .indices import ELIAS_FANO, INDEX_FORMATS, IndexFormat
 from .values import ValueFormat, value_format
+
+SUMMED_AS_CODED = (*FLOATS, *LOG_BITS)
+"""Value formats whose messages are added up without being decoded first."""
 
 
 class Encoded(NamedTuple):
@@ -29,6 +35,21 @@ class Decoded(NamedTuple):
     payload: Payload
     dense: Tensor
     finite: bool
+
+
+class Opened(NamedTuple):
+    """A message from the expected sender, undamaged; its entries are still as they travel."""
+
+    finite: bool
+    """False where the sender's gradient was not; then there are no entries and no small values."""
+    indices: Tensor
+    values: Tensor
+    numel: int
+    room: int
+    entries: int
+    dense: Tensor
+    """The small values, decoded."""
+    stamp: Stamp
 
 
 @dataclass(frozen=True)
@@ -72,12 +93,12 @@ class MessageCodec:
         cuts = self._cuts(numel, k, count, dense.numel())
         seed = stamp.private_seed()
         seen, seen_dense = values, dense
-        message[cuts[0] : cuts[1]] = self.indices.encode(indices, numel, k)
+        self.indices.encode(indices, numel, k, message[cuts[0] : cuts[1]])
         if count:
-            message[cuts[1] : cuts[2]] = self.values.encode(values, seed)
+            self.values.encode(values, seed, message[cuts[1] : cuts[2]])
             seen = self.values.decode(message[cuts[1] : cuts[2]], count)
         if dense.numel():
-            message[cuts[3] : cuts[4]] = self.values.encode(dense, seed + 1)
+            self.values.encode(dense, seed + 1, message[cuts[3] : cuts[4]])
             seen_dense = self.values.decode(message[cuts[3] : cuts[4]], dense.numel())
         self._seal(message, self._header(stamp, numel, count, dense.numel()))
         return Encoded(message, seen, seen_dense)
@@ -90,11 +111,16 @@ class MessageCodec:
     def decode(
         self, message: Tensor, *, numel: int, k: int, dense: int = 0, stamp: Stamp = NO_STAMP
     ) -> Decoded:
-        """Check ``message`` against what the receiver expects, then read it.
+        """Check ``message`` against what the receiver expects, then read all of it.
 
         Raises WireError, before anything is written anywhere, if it is truncated, damaged,
         foreign, from another step, bucket or sender, or inconsistent in itself.
         """
+        opened = self.open(message, numel=numel, k=k, dense=dense, stamp=stamp)
+        return Decoded(self.read(opened), opened.dense, opened.finite)
+
+    def open(self, message: Tensor, *, numel: int, k: int, dense: int = 0, stamp: Stamp = NO_STAMP) -> Opened:
+        """Check ``message``'s size, header and checksum, and read its small values; raises WireError."""
         if message.numel() != self.nbytes(numel, k, dense):
             raise WireError(
                 f"message from rank {stamp.sender} has {message.numel()} bytes, "
@@ -104,15 +130,41 @@ class MessageCodec:
         header.check(self._header(stamp, numel, k, dense))
         if header.checksum != _checksum(message):
             raise WireError(f"message from rank {stamp.sender} is damaged: its checksum does not match")
-        shape = torch.Size([numel])
-        if header.flags & NOT_FINITE:
-            nothing = torch.empty(0, device=message.device)
-            return Decoded(Payload(nothing, nothing.to(torch.int64), shape), nothing, False)
         cuts = self._cuts(numel, k, header.count, dense)
-        indices = self.indices.decode(message[cuts[0] : cuts[1]], numel, k, header.count, stamp)
-        values = self.values.decode(message[cuts[1] : cuts[2]], header.count)
-        rest = self.values.decode(message[cuts[3] : cuts[4]], dense)
-        return Decoded(Payload(values, indices, shape), rest, True)
+        finite = not header.flags & NOT_FINITE
+        small = torch.empty(0, device=message.device)
+        if dense and finite:
+            small = self.values.decode(message[cuts[3] : cuts[4]], dense)
+        indices, values = message[cuts[0] : cuts[1]], message[cuts[1] : cuts[2]]
+        return Opened(finite, indices, values, numel, k, header.count, small, stamp)
+
+    def read(self, opened: Opened) -> Payload:
+        """The entries of a message, checked; raises WireError. None where it is not finite."""
+        _, indices, values, numel, k, count, _, stamp = opened
+        shape = torch.Size([numel])
+        if not opened.finite:
+            nothing = torch.empty(0, device=values.device)
+            return Payload(nothing, nothing.to(torch.int64), shape)
+        at = self.indices.decode(indices, numel, k, count, stamp)
+        return Payload(self.values.decode(values, count), at, shape)
+
+    def sum_(
+        self, out: Tensor, part: Partition, messages: Sequence[tuple[int, Opened]], scale: float
+    ) -> None:
+        """Overwrite ``out`` with ``scale`` times the sum of messages, each about a shard of ``part``.
+
+        The entries are checked first: WireError leaves ``out`` as it was. Small values are not in it.
+        """
+        kernels = kernels_for(out)
+        if self.indices is ELIAS_FANO and self.values.code in SUMMED_AS_CODED:
+            coded = [
+                CodedEntries(shard, m.indices, m.values, m.numel, m.room, m.entries) for shard, m in messages
+            ]
+            kernels.sum_coded_(out, part, coded, self.values.code, scale)
+        else:
+            payloads = [(shard, self.read(message)) for shard, message in messages]
+            pieces = [(shard, payload.values, payload.indices) for shard, payload in payloads]
+            kernels.accumulate_(out, part, pieces, scale)
 
     def _header(self, stamp: Stamp, numel: int, count: int, dense: int) -> Header:
         return stamped(stamp, self.indices.code, self.values.code, numel, count, dense)

@@ -19,7 +19,9 @@ class IndexFormat(Protocol):
 
     def nbytes(self, numel: int, capacity: int) -> int: ...
 
-    def encode(self, indices: Tensor, numel: int, capacity: int) -> Tensor: ...
+    def encode(self, indices: Tensor, numel: int, capacity: int, out: Tensor) -> None:
+        """Write ``nbytes`` bytes to ``out``."""
+        ...
 
     def decode(self, data: Tensor, numel: int, capacity: int, count: int, stamp: Stamp) -> Tensor:
         """Strictly increasing indices below ``numel``; raises WireError for anything else."""
@@ -32,8 +34,8 @@ class _Implied:
     def nbytes(self, numel: int, capacity: int) -> int:
         return 0
 
-    def encode(self, indices: Tensor, numel: int, capacity: int) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=indices.device)
+    def encode(self, indices: Tensor, numel: int, capacity: int, out: Tensor) -> None:
+        """Nothing to write."""
 
 
 class All(_Implied):
@@ -55,8 +57,8 @@ class EliasFano:
     def nbytes(self, numel: int, capacity: int) -> int:
         return ef_nbytes(numel, capacity)
 
-    def encode(self, indices: Tensor, numel: int, capacity: int) -> Tensor:
-        return kernels_for(indices).ef_encode(indices, numel, capacity)
+    def encode(self, indices: Tensor, numel: int, capacity: int, out: Tensor) -> None:
+        kernels_for(indices).ef_encode(indices, numel, capacity, out)
 
     def decode(self, data: Tensor, numel: int, capacity: int, count: int, stamp: Stamp) -> Tensor:
         return kernels_for(data).ef_decode(data, numel, capacity, count)
@@ -79,8 +81,9 @@ def seeded_indices(numel: int, k: int, stamp: Stamp, device: torch.device) -> Te
     return torch.randperm(numel, generator=generator)[:k].sort().values.to(device)
 
 
+ELIAS_FANO = EliasFano()
 INDEX_FORMATS: dict[str, IndexFormat] = {
     "all": All(),
-    "elias_fano": EliasFano(),
+    "elias_fano": ELIAS_FANO,
     "seeded": Seeded(),
 }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import kernels_for
-from ..kernels.reference import log_nbytes, pack_bits, pack_uints, unpack_bits, unpack_uints
+from ..kernels.reference import float_decode, log_nbytes, pack_bits, pack_uints, unpack_bits, unpack_uints
 from ..types import WireError, unknown_name
 
 BLOCK = 512
@@ -25,7 +25,9 @@ class ValueFormat(Protocol):
 
     def nbytes(self, count: int) -> int: ...
 
-    def encode(self, values: Tensor, seed: int) -> Tensor: ...
+    def encode(self, values: Tensor, seed: int, out: Tensor) -> None:
+        """Write ``nbytes`` bytes to ``out``."""
+        ...
 
     def decode(self, data: Tensor, count: int) -> Tensor:
         """``count`` float32 values; raises WireError for bytes that ``encode`` cannot write."""
@@ -41,16 +43,12 @@ class Float:
     def nbytes(self, count: int) -> int:
         return count * self.dtype.itemsize
 
-    def encode(self, values: Tensor, seed: int) -> Tensor:
+    def encode(self, values: Tensor, seed: int, out: Tensor) -> None:
         limit = torch.finfo(self.dtype).max
-        return values.clamp(-limit, limit).to(self.dtype).view(torch.uint8)
+        out.copy_(values.clamp(-limit, limit).to(self.dtype).view(torch.uint8))
 
     def decode(self, data: Tensor, count: int) -> Tensor:
-        # A copy first: a slice of a message need not be aligned to the type.
-        values = data.clone().view(self.dtype).to(torch.float32)
-        if not bool(torch.isfinite(values).all()):
-            raise WireError("value part holds a NaN or an infinity")
-        return values
+        return float_decode(data, self.dtype)
 
 
 class Logarithmic:
@@ -62,8 +60,8 @@ class Logarithmic:
     def nbytes(self, count: int) -> int:
         return log_nbytes(self.bits, count)
 
-    def encode(self, values: Tensor, seed: int) -> Tensor:
-        return kernels_for(values).log_encode(values, self.bits)
+    def encode(self, values: Tensor, seed: int, out: Tensor) -> None:
+        kernels_for(values).log_encode(values, self.bits, out)
 
     def decode(self, data: Tensor, count: int) -> Tensor:
         return kernels_for(data).log_decode(data, self.bits, count)
@@ -78,14 +76,14 @@ class OneBit:
     def nbytes(self, count: int) -> int:
         return (8 if self.split else 4) * _n_blocks(count) + -(-count // 8)
 
-    def encode(self, values: Tensor, seed: int) -> Tensor:
+    def encode(self, values: Tensor, seed: int, out: Tensor) -> None:
         negative = values < 0
         if self.split:
             means = [_block_mean(values, ~negative), _block_mean(-values, negative)]
         else:
             means = [_block_mean(values.abs(), torch.ones_like(negative))]
         scales = torch.stack(means, 1).view(-1)
-        return torch.cat([scales.view(torch.uint8), pack_bits(negative.to(torch.uint8))])
+        torch.cat([scales.view(torch.uint8), pack_bits(negative.to(torch.uint8))], out=out)
 
     def decode(self, data: Tensor, count: int) -> Tensor:
         columns = 2 if self.split else 1
@@ -110,7 +108,7 @@ class Stochastic:
     def nbytes(self, count: int) -> int:
         return 4 * _n_blocks(count) + -(-count * self.bits // 8)
 
-    def encode(self, values: Tensor, seed: int) -> Tensor:
+    def encode(self, values: Tensor, seed: int, out: Tensor) -> None:
         blocks = _blocks(values)
         scale = blocks.abs().amax(1)
         if self.euclidean:
@@ -122,7 +120,7 @@ class Stochastic:
         draw = torch.rand(values.numel(), generator=torch.Generator().manual_seed(seed))
         levels = (share * self.levels + draw.to(values.device)).floor().clamp(0, self.levels)
         codes = levels.to(torch.int64) | ((values < 0).to(torch.int64) << (self.bits - 1))
-        return torch.cat([scale.view(torch.uint8), pack_uints(codes, self.bits)])
+        torch.cat([scale.view(torch.uint8), pack_uints(codes, self.bits)], out=out)
 
     def decode(self, data: Tensor, count: int) -> Tensor:
         scales, packed = _split_scales(data, count, 1)
