@@ -4,6 +4,7 @@
 #include "kernels.h"
 #include "loops.h"
 #include "reading.h"
+#include "scratch.h"
 #include "threads.h"
 
 #include <algorithm>
@@ -58,83 +59,34 @@ private:
   int64_t at_;
 };
 
-// Entries of a (checked) message, decoded 64 at a time, which is also a block of the value codes.
+// Entries of a checked message: indices that were read when they were checked, and values that are
+// read 64 at a time, which is a block of their codes.
 class Coded {
 public:
-  Coded(const cddp_message &message, int values, int64_t from)
-      : shard(message.shard), message_(message), part_(message), values_(values) {
-    if (message.count == 0) return;
-    seek(static_cast<uint64_t>(from) >> part_.width);
-    feed([from](int64_t index, float) { return index < from; });
-  }
+  Coded(const cddp_message &message, const uint32_t *indices, int values, int64_t from)
+      : shard(message.shard), message_(message), indices_(indices), values_(values),
+        at_(std::lower_bound(indices, indices + message.count, from) - indices), end_(at_) {}
 
   template <typename Use> void feed(const Use &use) {
-    for (;; used_ = 0, decode()) {
-      for (; used_ < have_; ++used_)
-        if (!use(index_[used_], value_[used_])) return;
-      if (next_ >= message_.count) {
-        used_ = have_ = 0;
-        return;
-      }
+    for (;; read()) {
+      for (; at_ < end_; ++at_)
+        if (!use(indices_[at_], value_[at_ % 64])) return;
+      if (at_ == message_.count) return;
     }
   }
   int64_t shard;
 
 private:
-  // To the block of 64 with the first index whose high part is at least `high`: that many zeros of
-  // the bitmap, and all indices with smaller high parts, lie before it.
-  void seek(uint64_t high) {
-    at_ = part_.bitmap;
-    ones_ = load64(at_, part_.end);
-    if (high == 0) return;
-    uint64_t zeros = 0, before = 0;
-    for (const uint8_t *at = part_.bitmap; at < part_.end; at += 8) {
-      uint64_t word = load64(at, part_.end);
-      const auto set = static_cast<uint64_t>(std::popcount(word));
-      if (zeros + 64 - set >= high) {
-        for (; zeros < high; word >>= 1) {
-          zeros += !(word & 1);
-          before += word & 1;
-        }
-        break;
-      }
-      zeros += 64 - set;
-      before += set;
-    }
-    next_ = static_cast<int64_t>(before / 64 * 64);
-    int64_t passed = 0;
-    while (passed + std::popcount(ones_) <= next_ && at_ + 8 < part_.end) {
-      passed += std::popcount(ones_);
-      at_ += 8;
-      ones_ = load64(at_, part_.end);
-    }
-    for (; passed < next_; ++passed) ones_ &= ones_ - 1;
-  }
-
-  void decode() {
-    const int n = static_cast<int>(std::min<int64_t>(64, message_.count - next_));
-    for (int i = 0; i < n; ++i) {
-      while (ones_ == 0) {
-        at_ += 8;
-        ones_ = load64(at_, part_.end);
-      }
-      const auto bit = static_cast<uint64_t>(at_ - part_.bitmap) * 8 + static_cast<uint64_t>(std::countr_zero(ones_));
-      index_[i] = part_.index(bit, static_cast<uint64_t>(next_ + i));
-      ones_ &= ones_ - 1;
-    }
-    read_values(message_.values, message_.count, values_, next_, n, value_);
-    next_ += n;
-    have_ = n;
+  void read() {
+    const int64_t begin = at_ / 64 * 64;
+    end_ = std::min(begin + 64, message_.count);
+    read_values(message_.values, message_.count, values_, begin, static_cast<int>(end_ - begin), value_);
   }
 
   cddp_message message_;
-  IndexPart part_;
+  const uint32_t *indices_;
   int values_;
-  const uint8_t *at_ = nullptr; // the word of the bitmap that is being read, and what is left of it
-  uint64_t ones_ = 0;
-  int64_t next_ = 0; // number of the first entry that is not decoded yet
-  int have_ = 0, used_ = 0;
-  int64_t index_[64];
+  int64_t at_, end_; // the next entry, and up to where values are read
   float value_[64];
 };
 
@@ -194,25 +146,15 @@ template <typename Open> int sum_all(const Target &target, int64_t entries, int 
   return added == entries ? CDDP_OK : CDDP_OUT_OF_RANGE;
 }
 
-// One message onto what is there, 64 entries at a time: while the next are decoded, memory fetches
-// the places of these.
-void add_onto(const Target &target, const cddp_message &message, int values) {
+// One message onto what is there.
+void add_onto(const Target &target, const cddp_message &message, const uint32_t *indices, int values) {
   const Deal deal{target.shards, message.shard};
-  float *places[64] = {};
-  float numbers[64];
-  int n = 0;
-  const auto flush = [&] {
-    for (int i = 0; i < n; ++i) *places[i] += numbers[i] * target.scale;
-    n = 0;
-  };
-  Coded(message, values, 0).feed([&](int64_t index, float value) {
-    places[n] = target.out + deal.position(index);
-    prefetch(places[n]);
-    numbers[n++] = value;
-    if (n == 64) flush();
+  int64_t next = 0;
+  Coded(message, indices, values, 0).feed([&](int64_t index, float value) {
+    prefetch(target.out + deal.position(indices[std::min(next++ + kAhead, message.count - 1)]));
+    target.out[deal.position(index)] += value * target.scale;
     return true;
   });
-  flush();
 }
 
 } // namespace
@@ -238,24 +180,52 @@ extern "C" int cddp_sum_messages(float *out, int64_t numel, int64_t shards, cons
   int64_t entries = 0;
   for (*which = 0; *which < n_messages; ++*which) {
     const cddp_message &message = messages[*which];
-    if (message.shard < 0 || message.shard >= shards || message.numel > cddp::shard_numel(numel, shards, message.shard))
+    if (message.shard < 0 || message.shard >= shards || message.count < 0 ||
+        message.numel > cddp::shard_numel(numel, shards, message.shard))
       return CDDP_OUT_OF_RANGE;
-    const int status = cddp::walk(message, found, [](uint64_t, int64_t) {});
-    if (status != CDDP_OK) return status;
-    const int good = cddp::check_values(message.values, message.count, values);
-    if (good != CDDP_OK) return good;
+    if (message.count > message.capacity) return CDDP_WRONG_COUNT;
     entries += message.count;
   }
-  const cddp::Target target{out, numel, shards, scale};
-  if (!fresh) {
-    for (int64_t m = 0; m < n_messages; ++m) cddp::add_onto(target, messages[m], values);
-    return CDDP_OK;
+  try {
+    // Every message is checked before anything is written; its indices are kept from that.
+    cddp::Scratch &scratch = cddp::Scratch::mine();
+    scratch.reserve(static_cast<size_t>(entries + 16 * n_messages) * sizeof(uint32_t));
+    std::vector<uint32_t *> indices;
+    for (int64_t m = 0; m < n_messages; ++m) indices.push_back(scratch.take<uint32_t>(messages[m].count));
+    struct Finding {
+      int status;
+      int64_t found;
+    };
+    std::vector<Finding> findings(static_cast<size_t>(n_messages));
+    const int readers = std::max(1, std::min(cddp::worth(numel, threads), static_cast<int>(n_messages)));
+    cddp::in_parallel(readers, [&](int t) {
+      for (auto m = static_cast<size_t>(t); m < findings.size(); m += static_cast<size_t>(readers)) {
+        auto &[status, ones] = findings[m];
+        status = cddp::walk(messages[m], &ones,
+                            [&](uint64_t i, int64_t index) { indices[m][i] = static_cast<uint32_t>(index); });
+        if (status == CDDP_OK) status = cddp::check_values(messages[m].values, messages[m].count, values);
+      }
+    });
+    for (*which = 0; *which < n_messages; ++*which) {
+      const auto &[status, what] = findings[static_cast<size_t>(*which)];
+      *found = what;
+      if (status != CDDP_OK) return status;
+    }
+    const cddp::Target target{out, numel, shards, scale};
+    if (!fresh) {
+      for (int64_t m = 0; m < n_messages; ++m)
+        cddp::add_onto(target, messages[m], indices[static_cast<size_t>(m)], values);
+      return CDDP_OK;
+    }
+    return cddp::sum_all(target, entries, threads, [&](int64_t from) {
+      std::vector<cddp::Coded> sources;
+      for (int64_t m = 0; m < n_messages; ++m)
+        sources.emplace_back(messages[m], indices[static_cast<size_t>(m)], values, from);
+      return sources;
+    });
+  } catch (const std::bad_alloc &) {
+    return CDDP_NO_MEMORY;
   }
-  return cddp::sum_all(target, entries, threads, [&](int64_t from) {
-    std::vector<cddp::Coded> sources;
-    for (int64_t m = 0; m < n_messages; ++m) sources.emplace_back(messages[m], values, from);
-    return sources;
-  });
 }
 
 namespace cddp {

@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "loops.h"
+#include "scratch.h"
 #include "threads.h"
 
 #include <algorithm>
@@ -46,29 +47,6 @@ struct List {
   int64_t count = 0;
   bool full = false; // gave up: too many
 };
-
-// Memory that one thread keeps from call to call, so that pages are not fetched anew each time.
-struct Scratch {
-  std::unique_ptr<std::byte[]> memory;
-  size_t size = 0, used = 0;
-
-  void reserve(size_t bytes) {
-    used = 0;
-    if (bytes > size) {
-      memory.reset();
-      size = 0;
-      memory.reset(new std::byte[bytes]);
-      size = bytes;
-    }
-  }
-  template <typename T> T *take(int64_t count) {
-    const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) & ~size_t{63};
-    std::byte *at = memory.get() + used;
-    used += bytes;
-    return reinterpret_cast<T *>(at);
-  }
-};
-thread_local Scratch scratch;
 
 struct Job {
   const float *residual, *gradient;
@@ -512,6 +490,7 @@ int take(const Job &job, const cddp_quota *quotas, int64_t n_quotas, float *valu
   }
   const int64_t keys_room = n_threads * (widest + kSlack) + 8;
   const auto n_lists = static_cast<int64_t>(n_threads) * n_quotas;
+  Scratch &scratch = Scratch::mine();
   scratch.reserve(static_cast<size_t>(n_threads * (2 * room + 32 * n_quotas) + keys_room + 64) * 4);
   std::vector<List> lists(static_cast<size_t>(n_lists));
   for (int64_t t = 0; t < n_threads; ++t) {

@@ -202,19 +202,26 @@ def codec_methods(setting: Setting, out: Tensor) -> Iterator[Method]:
     compressor = TopKCompressor(setting.ratio)
     codec, k = compressor.codec, compressor.quota(n)
     whole = Partition.whole(n, k)
-    payloads = []
-    for sender in range(MESSAGES):
-        flat = torch.randn(n, generator=torch.Generator().manual_seed(100 + sender))
+    flat = torch.empty(n)
+    taken = [Payload(flat, flat, flat.shape)]  # what the next message is made of
+
+    def take() -> None:
         [(values, indices)], _ = native.take_topk(None, flat, out, whole)
-        payloads.append(Payload(values, indices, torch.Size([n])))
-    messages = [codec.encode(payload, k=k).message for payload in payloads]
+        taken[0] = Payload(values, indices, flat.shape)
+
+    messages = []
+    for sender in range(MESSAGES):
+        flat.normal_(generator=torch.Generator().manual_seed(100 + sender))
+        take()
+        messages.append(codec.encode(taken[0], k=k).message)
 
     def add_up(count: int, *, fresh: bool) -> None:  # as Packer.sum_ does
         opened = [codec.open(message, numel=n, k=k) for message in messages[:count]]
         coded = [CodedEntries(0, each.indices, each.values, n, k, k) for each in opened]
         native.sum_coded_(out, whole, coded, codec.values.code, 1 / MESSAGES, fresh=fresh)
 
-    yield Method("codec", "encode", lambda: codec.encode(payloads[0], k=k))
+    # In training, too, encoding follows taking: entries are not far away in the caches.
+    yield Method("codec", "encode", lambda: codec.encode(taken[0], k=k), take)
     yield Method("codec", "decode", lambda: codec.decode(messages[0], numel=n, k=k))
     yield Method("codec", "decode, add 1", lambda: add_up(1, fresh=False))
     yield Method("codec", f"zero, decode, add {MESSAGES}", lambda: add_up(MESSAGES, fresh=True))
