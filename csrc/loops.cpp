@@ -298,12 +298,11 @@ void log_codes(const float *values, int n, int bits, uint16_t scale[2], uint8_t 
   scale[1] = static_cast<uint16_t>(std::min((highest >> 16) + ((highest & 0xffff) != 0), kLargest));
   const Steps s = steps_of(scale, bits);
   // (x + 0.5) / step is at least 0.5 / step from any integer, far more than a double's rounding, so
-  // multiplying by the reciprocal and cutting off gives x // step exactly; negative x is clamped.
+  // multiplying by the reciprocal and cutting off gives x // step exactly. Negative x is as good as 0.
   const double per_step = 1.0 / s.step;
   for (int i = 0; i < n; ++i) {
-    const int32_t x = key[i] - s.base + s.step / 2;
-    const int32_t quotient = static_cast<int32_t>((x + 0.5) * per_step);
-    level[i] = std::min(std::max(x < 0 ? 1 : quotient + 1, 1), s.top);
+    const int32_t x = std::max(key[i] - s.base + s.step / 2, 0);
+    level[i] = std::min(static_cast<int32_t>((x + 0.5) * per_step) + 1, s.top);
   }
   for (int i = 0; i < n; ++i) {
     if (key[i] == 0 || key[i] < s.base - kOctave) level[i] = 0;

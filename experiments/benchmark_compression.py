@@ -78,8 +78,8 @@ class Effort(NamedTuple):
 EFFORT = {
     25_000: Effort(60, 30, 5),
     1_000_000: Effort(25, 6, 2),
-    6_553_600: Effort(15, 4),
-    25_600_000: Effort(9, 3),
+    6_553_600: Effort(10, 3, 2),
+    25_600_000: Effort(7, 2, 2),
 }
 BUDGET = 20.0  # seconds after which a setting's last rounds are left out, but for the slow ones
 QUICK = {4_000: Effort(2, 1), 25_000: Effort(2, 1)}
