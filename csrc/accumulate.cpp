@@ -151,8 +151,8 @@ void add_onto(const Target &target, const cddp_message &message, const uint32_t 
   const Deal deal{target.shards, message.shard};
   int64_t next = 0;
   Coded(message, indices, values, 0).feed([&](int64_t index, float value) {
-    prefetch(target.out + deal.position(indices[std::min(next++ + kAhead, message.count - 1)]));
-    target.out[deal.position(index)] += value * target.scale;
+    prefetch(target.out + position(deal, indices[std::min(next++ + kAhead, message.count - 1)]));
+    target.out[position(deal, index)] += value * target.scale;
     return true;
   });
 }
@@ -238,7 +238,7 @@ bool at_each(float *out, int64_t numel, Deal deal, const int64_t *indices, int64
   bool inside = true;
   const auto place = [&](int64_t i) {
     const int64_t index = indices[i];
-    return index < 0 || index >= numel ? numel : deal.position(index); // no position overflows
+    return index < 0 || index >= numel ? numel : position(deal, index); // no position overflows
   };
   for (int64_t i = 0; i < count; ++i) {
     const int64_t ahead = place(std::min(i + kAhead, count - 1)), here = place(i);

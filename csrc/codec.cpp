@@ -9,17 +9,11 @@
 
 namespace {
 
-using cddp::load64;
-
 // The upper half of a byte is the later code.
 inline void pack_fours(const uint8_t *codes, int n, uint8_t *to) {
   for (int i = 0; i + 1 < n; i += 2) to[i / 2] = static_cast<uint8_t>(codes[i] | codes[i + 1] << 4);
   if (n & 1) to[n / 2] = codes[n - 1];
 }
-
-} // namespace
-
-namespace {
 
 // Writes numbers of `width` bits end to end. No byte at or after `end` is touched.
 struct BitWriter {

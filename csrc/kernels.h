@@ -107,7 +107,7 @@ struct cddp_message {
 
 // Checks all messages; then out = 0 (fresh) or stays as it is, and out[position] += value * scale for
 // each message in order. Nothing is written unless all are good; otherwise which says which one is
-// not, and found what was found there, as in cddp_ef_decode.
+// not, and found what was found there, as in cddp_ef_decode. (CDDP_NO_MEMORY: out means nothing.)
 int cddp_sum_messages(float *out, int64_t numel, int64_t shards, const struct cddp_message *messages,
                       int64_t n_messages, int values, float scale, int fresh, int threads, int64_t *which,
                       int64_t *found);

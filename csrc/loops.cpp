@@ -36,7 +36,7 @@ inline void settle_one(float value, uint32_t index, uint32_t kth, size_t *ties, 
     kept_indices[*kept] = index;
     ++*kept;
   } else {
-    out[deal.position(index)] = value;
+    out[position(deal, index)] = value;
   }
 }
 
@@ -196,7 +196,7 @@ size_t settle(const float *values, const uint32_t *indices, size_t n, uint32_t k
     kept += static_cast<size_t>(std::popcount(keep));
     for (unsigned back = ~keep & 0xffu; back; back &= back - 1) {
       const size_t at = i + static_cast<size_t>(std::countr_zero(back));
-      out[deal.position(indices[at])] = values[at];
+      out[position(deal, indices[at])] = values[at];
     }
   }
   for (; i < n; ++i) settle_one(values[i], indices[i], kth, ties, deal, kept_values, kept_indices, &kept, out);

@@ -19,13 +19,16 @@ static inline uint32_t key_of(float x) {
 constexpr uint32_t kInfinity = 0x7f800000u; // keys from here on are not finite
 constexpr int64_t kBlock = 64;              // shards are dealt in blocks of this many elements
 
-// How a shard's local indices lie in the bucket.
+// How a shard's local indices lie in the bucket. (Functions in this header are static: a copy that
+// was compiled for AVX2 must not serve the other files.)
 struct Deal {
   int64_t shards, shard;
-  int64_t position(int64_t local) const {
-    return shards == 1 ? local : (local / kBlock) * (kBlock * shards) + shard * kBlock + local % kBlock;
-  }
 };
+
+static inline int64_t position(Deal deal, int64_t local) {
+  if (deal.shards == 1) return local;
+  return local / kBlock * (kBlock * deal.shards) + deal.shard * kBlock + local % kBlock;
+}
 
 struct Loops {
   const char *name;

@@ -16,6 +16,7 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <functional>
 #include <memory>
 #include <new>
 #include <vector>
@@ -102,14 +103,14 @@ int64_t sample_lines(int64_t size) {
   return size <= 2048 ? 0 : std::min<int64_t>(std::max<int64_t>(size / 2048, 128), 8192);
 }
 
-// Keys of the sum at sampled places of a segment. reference.sample_positions is the same.
+// Keys of the sum at sampled places of a segment. selection.sample_positions is the same.
 int64_t sample(const Job &job, const Segment &segment, uint32_t *keys) {
   const Deal deal{job.shards, segment.quota.shard};
   int64_t count = 0;
   const auto add = [&](int64_t local, int64_t n) {
     while (n > 0) {
       const int64_t run = job.shards == 1 ? n : std::min(n, kBlock - local % kBlock);
-      const int64_t at = deal.position(local);
+      const int64_t at = position(deal, local);
       for (int64_t i = 0; i < run; ++i) keys[count++] = key_of(job.sum(at + i));
       local += run;
       n -= run;
@@ -245,7 +246,7 @@ template <typename Visit> void each_run(const Job &job, const Segment &segment, 
   while (local < segment.quota.stop) {
     const int64_t rest = segment.quota.stop - local;
     const int64_t n = std::min(rest, job.shards == 1 ? 8 * kTile : kBlock - local % kBlock);
-    if (!visit(job.out + deal.position(local), n, local)) return;
+    if (!visit(job.out + position(deal, local), n, local)) return;
     local += n;
   }
 }
@@ -373,7 +374,7 @@ void merge(Lists lists, const float *tie_values, const uint32_t *tie_indices, in
 int64_t start_over(const Job &job, const Segment &segment, Lists lists, float *values, int64_t *indices) {
   const Deal deal{job.shards, segment.quota.shard};
   for (int64_t t = 0; t < lists.threads; ++t)
-    for (int64_t i = 0; i < lists[t].count; ++i) job.out[deal.position(lists[t].indices[i])] = lists[t].values[i];
+    for (int64_t i = 0; i < lists[t].count; ++i) job.out[position(deal, lists[t].indices[i])] = lists[t].values[i];
   return take_all_above(job, segment, kth_of_all(job, segment), values, indices);
 }
 
@@ -388,7 +389,7 @@ int64_t fill_up(const Job &job, const Segment &segment, Lists lists, int64_t mis
     return segment.quota.k;
   }
   const Deal deal{job.shards, segment.quota.shard};
-  for (size_t i = 0; i < static_cast<size_t>(ties); ++i) job.out[deal.position(tie_indices[i])] = tie_values[i];
+  for (size_t i = 0; i < static_cast<size_t>(ties); ++i) job.out[position(deal, tie_indices[i])] = tie_values[i];
   return start_over(job, segment, lists, values, indices);
 }
 
@@ -406,7 +407,7 @@ int64_t thin_out(const Job &job, const Segment &segment, Lists lists, int64_t li
         values[kept] = list.values[i];
         indices[kept++] = list.indices[i];
       } else {
-        job.out[deal.position(list.indices[i])] = list.values[i];
+        job.out[position(deal, list.indices[i])] = list.values[i];
       }
     }
   }
@@ -482,29 +483,31 @@ int take(const Job &job, const cddp_quota *quotas, int64_t n_quotas, float *valu
     for (Segment &segment : segments) bracket(job, segment, keys.get(), keys.get() + sampled);
   }
 
-  // Lists for each thread and segment. Pages that nobody writes to cost nothing.
+  // Threads get whole rounds of blocks.
+  const int64_t round = job.shards;
+  const int64_t rounds = (job.numel + kBlock * round - 1) / (kBlock * round);
+  const int64_t share = kBlock * ((rounds + n_threads - 1) / n_threads); // elements of a shard that one sees
+  // Lists for each thread and segment.
   int64_t room = 0, widest = 0;
+  const auto list_room = [&](const Segment &segment) { return std::min(segment.capacity, share) + kSlack; };
   for (const Segment &segment : segments) {
-    room += segment.capacity + kSlack + 16;
-    widest = std::max(widest, segment.capacity);
+    room += list_room(segment) + 16;
+    widest = std::max(widest, list_room(segment));
   }
-  const int64_t keys_room = n_threads * (widest + kSlack) + 8;
+  const int64_t keys_room = n_threads * widest + 8;
   const auto n_lists = static_cast<int64_t>(n_threads) * n_quotas;
   Scratch &scratch = Scratch::mine();
   scratch.reserve(static_cast<size_t>(n_threads * (2 * room + 32 * n_quotas) + keys_room + 64) * 4);
   std::vector<List> lists(static_cast<size_t>(n_lists));
   for (int64_t t = 0; t < n_threads; ++t) {
     for (int64_t q = 0; q < n_quotas; ++q) {
-      const int64_t capacity = segments[static_cast<size_t>(q)].capacity + kSlack;
+      const int64_t capacity = list_room(segments[static_cast<size_t>(q)]);
       lists[static_cast<size_t>(t * n_quotas + q)].values = scratch.take<float>(capacity);
       lists[static_cast<size_t>(t * n_quotas + q)].indices = scratch.take<uint32_t>(capacity);
     }
   }
   auto *keys = scratch.take<uint32_t>(keys_room);
 
-  // Threads get whole rounds of blocks.
-  const int64_t round = job.shards;
-  const int64_t rounds = (job.numel + kBlock * round - 1) / (kBlock * round);
   std::atomic<bool> finite{true}, memory{true};
   in_parallel(n_threads, [&](int t) {
     const int64_t first = rounds * t / n_threads * round, last = rounds * (t + 1) / n_threads * round;

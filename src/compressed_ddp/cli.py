@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return show_info(as_json=options.json, expect_native=options.expect_native)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         print(f"compressed-ddp: {error}", file=sys.stderr)
         return 2
 

@@ -106,8 +106,6 @@ class CompressionConfig:
     owner_factor: float = 1.0
     """Sharded: owners pass on this many times the entries that one worker sent them."""
     seed: int = 0
-    exact: bool = True
-    """``topk``: exactly the k largest. False: about the largest, at most k, a little faster."""
     threshold: float | None = None
     """``threshold`` compressor: a fixed magnitude; None estimates the k-th from a sample."""
     levels: int = 127
@@ -121,6 +119,8 @@ class CompressionConfig:
     hold_unused: bool = False
     """Keep back what is owed for parameters that got no gradient in this step. ``attach`` turns it
     on for ``find_unused_parameters=True``, where DDP throws the results of such parameters away."""
+    exact: bool = True
+    """``topk``: exactly the k largest. False: about the largest, at most k, a little faster."""
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)

@@ -102,7 +102,7 @@ def check_take(
         assert torch.equal(bits(values), bits(native_values))
     if not finite:
         return
-    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(bits(outs[0]), bits(outs[1]))
     if oracle and exact:
         due = gradient if residual is None else residual + gradient
         for shard, local in enumerate(part.split(due)):
@@ -228,12 +228,13 @@ def test_not_finite_is_seen_wherever_it_is(n: int, bad: float) -> None:
 @pytest.mark.usefixtures("simd")
 def test_in_place() -> None:
     for data in DATA:
-        for n in (3000, 2**19 + 5):
-            residual, gradient = torch.zeros(n), DATA[data](n)
-            part, out = Partition.whole(n, n // 20), torch.empty(n)
+        for n, shards in ((3000, 1), (3000, 3), (2**19 + 5, 1)):
+            residual = torch.zeros(n) if data == "huge" else DATA[data](n)
+            gradient, out, part = DATA[data](n), torch.empty(n), evenly(n, shards, 0.05)
             wanted, _ = reference.take_topk(residual, gradient, out, part)
             taken, _ = native.take_topk(residual, gradient, residual, part)
-            assert torch.equal(residual, out) and torch.equal(taken[0][1], wanted[0][1])
+            assert torch.equal(bits(residual), bits(out))
+            assert all(torch.equal(a[1], b[1]) for a, b in zip(taken, wanted, strict=True))
 
 
 def test_roughly_takes_no_more_than_k_and_about_k() -> None:
@@ -398,8 +399,9 @@ def test_damaged_entries_leave_the_sum_alone() -> None:
                 assert bool((out == 7).all())
             assert told[0] == told[1]
         for short in (good[2]._replace(values=bad_values[1:]), good[2]._replace(indices=bad_indices[1:])):
-            with pytest.raises(WireError, match="bytes"):
-                native.sum_coded_(torch.empty(5000), part, [short], code, 1.0)
+            for kernel in (reference, native):
+                with pytest.raises(WireError, match="bytes"):
+                    kernel.sum_coded_(torch.empty(5000), part, [short], code, 1.0)
 
 
 @needs_native
@@ -636,6 +638,13 @@ def test_take_with_out_reads_only(name: str) -> None:
 def test_take_serves_views() -> None:
     """A residual with gaps, and one that is part of something larger."""
     compressor = get_compressor(0.1)
+    row = torch.randn(200)
+    for residual, gradient in ((row[::2], torch.randn(100)), (torch.randn(100), torch.randn(200)[::2])):
+        beside, expected = torch.empty(100), residual.clone()
+        wanted = compressor.take_(expected, gradient.clone())
+        assert torch.equal(compressor.take_(residual, gradient, out=beside).indices, wanted.indices)
+        assert torch.equal(compressor.take_(residual, gradient).values, wanted.values)
+        assert torch.equal(residual, expected) and torch.equal(beside, expected)
     home = torch.randn(60, 100)
     for view in (home[:, ::2], home[10:20]):
         expected, others = view.clone(), home.clone()
@@ -650,5 +659,13 @@ def test_take_serves_views() -> None:
 
 
 def test_take_refuses_a_wrong_out() -> None:
-    with pytest.raises(ValueError, match="out is"):
-        get_compressor(0.1).take_(torch.zeros(10), torch.zeros(10), out=torch.zeros(11))
+    residual, gradient = torch.zeros(10), torch.zeros(10)
+    wrong = {
+        "out is torch.float32": torch.zeros(11),
+        "out is torch.float64": torch.zeros(10, dtype=torch.float64),
+        "must be contiguous": torch.zeros(20)[::2],
+        "shares memory": residual,
+    }
+    for message, out in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            get_compressor(0.1).take_(residual, gradient, out=out)

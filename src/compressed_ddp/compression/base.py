@@ -57,6 +57,8 @@ class BaseCompressor(ABC):
     scopes: ClassVar[tuple[str, ...]] = ("bucket", "tensor")
     small_tensors_apart: ClassVar[bool] = True
     """Whether tensors below ``min_compress_numel`` travel whole beside the chosen entries."""
+    in_place: ClassVar[bool] = False
+    """Whether ``take_parts`` may be given the residual itself as ``out``: it fails before it writes."""
     contraction: bool = True
     """Compressing never leaves more error than there was signal, so error feedback converges."""
     unbiased: bool = False
@@ -140,11 +142,13 @@ class BaseCompressor(ABC):
         _check_residual("residual", residual, gradient)
         as_is = type(self).scale is BaseCompressor.scale and type(self).rounded is BaseCompressor.rounded
         n, stamp = gradient.numel(), Stamp(self.seed, self.stats.total_calls)
-        old, flat = residual.reshape(-1), gradient.detach().reshape(-1).to(torch.float32)
+        old = residual.reshape(-1).contiguous()
+        flat = gradient.detach().reshape(-1).to(torch.float32).contiguous()
         if out is not None:
             _check_residual("out", out, gradient)
+            _check_beside(out, residual)
             new = out.view(-1)
-        elif as_is and old.data_ptr() == residual.data_ptr():
+        elif self.in_place and old.data_ptr() == residual.data_ptr():
             new = old
             if not kernels_for(old).finite_sum(old, flat):
                 raise ValueError(_NOT_FINITE)
@@ -191,6 +195,14 @@ def _check_residual(name: str, residual: Tensor, gradient: Tensor) -> None:
         raise ValueError(
             f"{name} is {residual.dtype} {tuple(residual.shape)}, expected float32 {tuple(gradient.shape)}"
         )
+
+
+def _check_beside(out: Tensor, residual: Tensor) -> None:
+    """``out`` must be memory of its own, or a gradient that is not finite would cost the residual."""
+    if out.untyped_storage().data_ptr() == residual.untyped_storage().data_ptr() and out.numel():
+        raise ValueError("out shares memory with residual; leave it out to work in place")
+    if not out.is_contiguous() or out.device != residual.device:
+        raise ValueError(f"out must be contiguous and on {residual.device}, like residual")
 
 
 def check_gradient(tensor: Tensor) -> None:

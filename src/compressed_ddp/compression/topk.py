@@ -26,6 +26,7 @@ class TopKCompressor(BaseCompressor):
     """
 
     name = "topk"
+    in_place = True
 
     def __init__(
         self, ratio: float = 0.01, *, values: str = "int8", exact: bool = True, seed: int = 0
@@ -54,5 +55,5 @@ class TopKCompressorCPU(TopKCompressor):
 class TopKCompressorGPU(TopKCompressor):
     """Top-K under the name that the original write-up gives it for CUDA and MPS tensors.
 
-    The same device-generic operations as on the CPU: a tensor is compressed where it lies.
+    A tensor is compressed where it lies, by device-generic torch operations.
     """

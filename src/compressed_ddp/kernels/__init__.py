@@ -117,7 +117,10 @@ def _choice() -> _Choice:
         native = importlib.import_module(".native", __package__)
     except ImportError as error:
         if wish == "native":
-            raise
+            raise ImportError(
+                f"{VARIABLE}=native, but the extension is missing ({error}); install a C++ compiler and "
+                "reinstall the package, or unset the variable"
+            ) from error
         logger.warning(
             "compressed-ddp runs on torch operations: its extension is missing (%s). Selection is many "
             "times slower on CPUs; install a C++ compiler and reinstall the package to build it",
@@ -132,17 +135,16 @@ _NATIVE_TYPES = (torch.float32, torch.uint8, torch.int64)  # sums, messages, ind
 
 def kernels_for(tensor: Tensor) -> Kernels:
     """The implementation that serves ``tensor``: native for contiguous CPU tensors, if it is there."""
-    native = _choice().native
-    if native is not None and tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in _NATIVE_TYPES:
-        return native
+    if tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in _NATIVE_TYPES:
+        return _choice().native or reference
     return reference
 
 
 def describe(device: torch.device | None = None) -> str:
     """Which kernels run for gradients on ``device``, and why."""
-    native, reason = _choice()
     if device is not None and device.type != "cpu":
         return f"reference (torch operations on {device.type})"
+    native, reason = _choice()
     if native is None:
         return f"reference (torch operations; {reason})"
     from .native import isa
@@ -151,34 +153,47 @@ def describe(device: torch.device | None = None) -> str:
 
 
 def same_bits() -> bool | None:
-    """Whether both kernels agree on a small step from selection to sum; None without the native ones."""
+    """Whether both kernels agree on small steps from selection to sum; None without the native ones."""
     native = _choice().native
     if native is None:
         return None
     generator = torch.Generator().manual_seed(0)
     residual, gradient = torch.randn(2, 50_000, generator=generator).unbind()
     part = Partition(50_000, 3, tuple((Quota(100, 16_600, 165),) for _ in range(3)))
-    return _step(native, residual, gradient, part) == _step(reference, residual, gradient, part)
+    return all(
+        _step(native, residual, gradient, part, exact) == _step(reference, residual, gradient, part, exact)
+        for exact in (True, False)
+    )
 
 
-def _step(kernels: Kernels, residual: Tensor, gradient: Tensor, part: Partition) -> list[bytes]:
-    """Everything that one small step gives, as bytes."""
+def _step(kernels: Kernels, residual: Tensor, gradient: Tensor, part: Partition, exact: bool) -> list[bytes]:
+    """Everything that one small step gives, as bytes: every operation but for the plain ones."""
     out, total = torch.empty_like(gradient), torch.empty_like(gradient)
-    taken, _ = kernels.take_topk(residual, gradient, out, part)
-    results, pieces = [out], []
+    taken, _ = kernels.take_topk(residual, gradient, out, part, exact=exact)
+    results: list[Tensor] = []
+    messages: dict[int, list[CodedEntries]] = {code: [] for code in range(5)}
+    pieces = []
     for shard, (values, indices) in enumerate(taken):
-        local = part.local_numel(shard)
-        for bits in (8, 4):
-            codes = kernels.log_encode(values, bits)
-            seen = kernels.log_decode(codes, bits, values.numel())
-            results += [codes, seen]
-        packed = kernels.ef_encode(indices, local, indices.numel())
-        pieces.append((shard, seen, kernels.ef_decode(packed, local, indices.numel(), indices.numel())))
+        local, count = part.local_numel(shard), values.numel()
+        packed = kernels.ef_encode(indices, local, count)
+        results += [packed, indices, kernels.ef_decode(packed, local, count, count)]
+        for code, coded in messages.items():
+            if code in reference.FLOATS:
+                data = values.to(reference.FLOATS[code]).view(torch.uint8)
+            else:
+                data = kernels.log_encode(values, reference.LOG_BITS[code])
+                seen = kernels.log_decode(data, reference.LOG_BITS[code], count)
+            coded.append(CodedEntries(shard, packed, data, local, count, count))
         kernels.put_difference_(out, part, shard, indices, values, seen)
-        results += [packed, indices]
+        pieces.append((shard, seen, indices))
+        results.append(data)
     kernels.accumulate_(total, part, pieces, 0.25)
-    results.append(total)
-    return [bytes(result.view(torch.uint8).tolist()) for result in results]
+    results += [out.clone(), total.clone()]
+    for code, coded in messages.items():
+        kernels.sum_coded_(total, part, coded, code, 1 / 3)
+        results.append(total.clone())
+    sums = kernels.checksum(total.view(torch.uint8), 7), kernels.finite_sum(out, gradient)
+    return [bytes(result.view(torch.uint8).tolist()) for result in results] + [str(sums).encode()]
 
 
 __all__ = ["CodedEntries", "Kernels", "describe", "kernels_for", "same_bits"]

@@ -246,3 +246,5 @@ def _check_status(status: int) -> None:
         raise MemoryError("the kernels could not get scratch memory")
     if status == _OUT_OF_RANGE:
         raise ValueError("indices are not strictly increasing, or reach outside their shard")
+    if status:
+        raise RuntimeError(f"a kernel failed with status {status}")

@@ -55,7 +55,7 @@ def sum_coded_(
     for shard, index_part, value_part, numel, capacity, count in messages:
         indices = ef_decode(index_part, numel, capacity, count)
         if values in FLOATS:
-            numbers = float_decode(value_part, FLOATS[values])
+            numbers = float_decode(value_part, FLOATS[values], count)
         else:
             numbers = log_decode(value_part, LOG_BITS[values], count)
         pieces.append((shard, numbers, indices))
@@ -174,8 +174,10 @@ LOG_BITS = {3: 8, 4: 4}
 """Value formats that ``sum_coded_`` reads, by their codes on the wire."""
 
 
-def float_decode(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes to float32; raises WireError for a NaN or an infinity."""
+def float_decode(data: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+    """``count`` numbers to float32; raises WireError for a NaN or an infinity."""
+    if data.numel() != count * dtype.itemsize:
+        raise WireError(f"value part has {data.numel()} bytes, not {count * dtype.itemsize}")
     # A copy first: a slice of a message need not be aligned to the type.
     values = data.clone().view(dtype).to(torch.float32)
     if not all_finite(values):

@@ -86,10 +86,10 @@ class MessageCodec:
         numel, count = shape.numel(), values.numel()
         k = count if k is None else k
         dense = values.new_empty(0) if dense is None else dense
-        message = out
-        if message is None:
-            size = self.nbytes(numel, k, dense.numel())
-            message = torch.zeros(size, dtype=torch.uint8, device=values.device)
+        size = self.nbytes(numel, k, dense.numel())
+        message = torch.zeros(size, dtype=torch.uint8, device=values.device) if out is None else out
+        if message.numel() != size:
+            raise ValueError(f"out has {message.numel()} bytes, the message has {size}")
         cuts = self._cuts(numel, k, count, dense.numel())
         seed = stamp.private_seed()
         seen, seen_dense = values, dense
@@ -139,7 +139,7 @@ class MessageCodec:
         return Opened(finite, indices, values, numel, k, header.count, small, stamp)
 
     def read(self, opened: Opened) -> Payload:
-        """The entries of a message, checked; raises WireError. None where it is not finite."""
+        """The entries of a message, checked; raises WireError. There are none where it is not finite."""
         _, indices, values, numel, k, count, _, stamp = opened
         shape = torch.Size([numel])
         if not opened.finite:

@@ -48,7 +48,7 @@ class Float:
         out.copy_(values.clamp(-limit, limit).to(self.dtype).view(torch.uint8))
 
     def decode(self, data: Tensor, count: int) -> Tensor:
-        return float_decode(data, self.dtype)
+        return float_decode(data, self.dtype, count)
 
 
 class Logarithmic:
