@@ -164,3 +164,16 @@ def test_readme_figures_come_from_results() -> None:
     for name, cell in table:
         figures = re.findall(r"\b\d+\.\d\d\b(?!\d)", re.sub(r"`[^`]*`| at [\d.]+", "", cell))
         assert figures and set(figures) <= best[name], f"{name}: {figures} not in {best[name]}"
+
+
+def test_kernel_figures_come_from_results() -> None:
+    """docs/kernels.md has the tables that its command makes of the CSV files."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("kernel_tables", ROOT / "experiments" / "kernel_tables.py")
+    assert spec is not None and spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    for table in (tables.takes(), tables.codecs(), tables.ledger()):
+        assert table in page

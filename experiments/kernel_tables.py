@@ -1,0 +1,103 @@
+"""The tables of docs/kernels.md, from results/benchmark_compression.csv and results/kernel_ledger.csv.
+
+python experiments/kernel_tables.py            # writes them into docs/kernels.md
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import statistics
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+Row = dict[str, str]
+
+TAKES = {
+    "naive torch": "torch as usually written (add, abs, topk, gather, scatter, subtract)",
+    "torch.topk": "`torch.topk` alone",
+    "reference": "`kernels.reference`",
+    "native": "**`kernels.native`**, what training calls",
+    "native exact=False": "the same with `exact=False`",
+    "native 4 shards": "the same for 4 interleaved shards",
+    "take_ in place": "`compressor.take_(residual, gradient)`, in place",
+}
+CODECS = {
+    "encode": "encode",
+    "decode, add 1": "check, decode and add one message onto a buffer",
+    "zero, decode, add 8": "check, decode and add up 8 messages into a new result",
+    "zero_": "for comparison: `out.zero_()`",
+}
+RATIOS = ("0.1", "0.01", "0.001")
+
+
+def rows_of(name: str) -> list[Row]:
+    with (ROOT / "results" / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def takes() -> str:
+    """Passes by method, for three kinds of data and one thread; and for two."""
+    passes = {
+        (row["method"], row["distribution"], row["ratio"], row["threads"]): float(row["passes"])
+        for row in rows_of("benchmark_compression")
+        if row["elements"] == "25600000"
+    }
+    lines = [
+        f"| passes at ratio | {' | '.join(RATIOS)} | 0.01, real gradients | 0.01, two threads |",
+        "|---|---|---|---|---|---|",
+    ]
+    for method, title in TAKES.items():
+        cells = [passes[method, "gaussian", ratio, "1"] for ratio in RATIOS]
+        cells += [passes[method, "real", "0.01", "1"], passes[method, "gaussian", "0.01", "2"]]
+        lines.append(f"| {title} | {' | '.join(f'{cell:.2f}' for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def codecs() -> str:
+    """Passes of what is done with messages."""
+    passes = {
+        (row["method"], row["ratio"]): float(row["passes"])
+        for row in rows_of("benchmark_compression")
+        if (row["elements"], row["threads"], row["distribution"]) == ("25600000", "1", "gaussian")
+    }
+    lines = [f"| passes at ratio | {' | '.join(RATIOS)} |", "|---|---|---|---|"]
+    for method, title in CODECS.items():
+        cells = [f"{passes[method, ratio]:.2f}" for ratio in RATIOS]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ledger() -> str:
+    """Milliseconds a step by phase, the median of all repeats."""
+    phases = ("select", "encode", "wait", "decode", "exposed", "step")
+    lines = [f"| | {' | '.join(phases)} |", f"|---|{'---|' * len(phases)}"]
+    rows = rows_of("kernel_ledger")
+    for collective in ("allgather", "sharded"):
+        for kernels in ("reference", "native"):
+            mine = [row for row in rows if (row["collective"], row["kernels"]) == (collective, kernels)]
+            cells = [statistics.median(float(row[f"{phase}_ms"]) for row in mine) for phase in phases]
+            lines.append(f"| {collective}, {kernels} | {' | '.join(f'{cell:.1f}' for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def filled(text: str) -> str:
+    """``text`` with each table between its marks replaced."""
+    for name, table in (("take", takes()), ("codec", codecs()), ("ledger", ledger())):
+        text = re.sub(
+            rf"<!-- {name} -->.*?(?=\n\n(?!\|))",
+            lambda _, name=name, table=table: f"<!-- {name} -->\n\n{table}",
+            text,
+            count=1,
+            flags=re.DOTALL,
+        )
+    return text
+
+
+def main() -> None:
+    page = ROOT / "docs" / "kernels.md"
+    page.write_text(filled(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()
