@@ -12,10 +12,11 @@ train: .venv/train.stamp
 	  OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/quickstart.py $$method || exit 1; \
 	done
 
-# Everything with the C++ kernels; then what depends on kernels again with the torch ones.
+# Everything with the C++ kernels; then what depends on the choice of kernels again with the torch ones.
 test: lint
 	$(BIN)/python -m pytest
-	COMPRESSED_DDP_KERNELS=reference $(BIN)/python -m pytest tests/unit tests/property tests/golden
+	COMPRESSED_DDP_KERNELS=reference $(BIN)/python -m pytest tests/unit tests/property tests/golden \
+	  $(foreach both,unit/test_kernels unit/test_packaging unit/test_experiments property/test_same_bits,--ignore tests/$(both).py)
 
 # The same the other way round: everything with the torch kernels.
 test-reference: lint
