@@ -32,6 +32,8 @@ AVX2 = ["-mavx2", "-mbmi", "-mpopcnt"]
 UNITS = {
     "selftest": (SELFTEST, ["-fno-sanitize=undefined"]),  # the judge is not on trial: twice as fast to build
     "select": (CSRC / "select.cpp", []),
+    "bracket": (CSRC / "bracket.cpp", []),
+    "finish": (CSRC / "finish.cpp", []),
     "accumulate": (CSRC / "accumulate.cpp", []),
     "codec": (CSRC / "codec.cpp", []),
     "isa": (CSRC / "isa.cpp", []),

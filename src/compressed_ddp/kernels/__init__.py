@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import logging
 import os
 from collections.abc import Sequence
@@ -116,17 +117,19 @@ def _choice() -> _Choice:
     try:
         native = importlib.import_module(".native", __package__)
     except ImportError as error:
+        built = importlib.util.find_spec("._native", __package__) is not None
+        reason = f"the extension does not load: {error}" if built else "the extension was not built"
         if wish == "native":
             raise ImportError(
-                f"{VARIABLE}=native, but the extension is missing ({error}); install a C++ compiler and "
-                "reinstall the package, or unset the variable"
+                f"{VARIABLE}=native, but {reason}; install a C++ compiler and reinstall the package, or "
+                "unset the variable"
             ) from error
         logger.warning(
-            "compressed-ddp runs on torch operations: its extension is missing (%s). Selection is many "
-            "times slower on CPUs; install a C++ compiler and reinstall the package to build it",
-            error,
+            "compressed-ddp runs on torch operations: %s. Selection is many times slower on CPUs; install a "
+            "C++ compiler and reinstall the package",
+            reason,
         )
-        return _Choice(None, f"the extension was not built: {error}")
+        return _Choice(None, reason)
     return _Choice(cast(Kernels, native), "C++ for float32 on CPU")
 
 
