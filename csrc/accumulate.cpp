@@ -1,5 +1,5 @@
-// Sums of sparse messages, decoded or as they travel. The result is built tile by tile in the first-level cache and written
-// once: neither the zeros nor the additions go over memory by themselves.
+// Sums of sparse messages, decoded or as they travel. The result is built tile by tile in the
+// first-level cache and written once: neither the zeros nor the additions go over memory by themselves.
 
 #include "kernels.h"
 #include "loops.h"
@@ -146,17 +146,6 @@ template <typename Open> int sum_all(const Target &target, int64_t entries, int 
   return added == entries ? CDDP_OK : CDDP_OUT_OF_RANGE;
 }
 
-// One message onto what is there.
-void add_onto(const Target &target, const cddp_message &message, const uint32_t *indices, int values) {
-  const Deal deal{target.shards, message.shard};
-  int64_t next = 0;
-  Coded(message, indices, values, 0).feed([&](int64_t index, float value) {
-    prefetch(target.out + position(deal, indices[std::min(next++ + kAhead, message.count - 1)]));
-    target.out[position(deal, index)] += value * target.scale;
-    return true;
-  });
-}
-
 } // namespace
 } // namespace cddp
 
@@ -175,8 +164,8 @@ extern "C" int cddp_accumulate(float *out, int64_t numel, int64_t shards, const 
 }
 
 extern "C" int cddp_sum_messages(float *out, int64_t numel, int64_t shards, const cddp_message *messages,
-                                 int64_t n_messages, int values, float scale, int fresh, int threads,
-                                 int64_t *which, int64_t *found) {
+                                 int64_t n_messages, int values, float scale, int threads, int64_t *which,
+                                 int64_t *found) {
   int64_t entries = 0;
   for (*which = 0; *which < n_messages; ++*which) {
     const cddp_message &message = messages[*which];
@@ -212,11 +201,6 @@ extern "C" int cddp_sum_messages(float *out, int64_t numel, int64_t shards, cons
       if (status != CDDP_OK) return status;
     }
     const cddp::Target target{out, numel, shards, scale};
-    if (!fresh) {
-      for (int64_t m = 0; m < n_messages; ++m)
-        cddp::add_onto(target, messages[m], indices[static_cast<size_t>(m)], values);
-      return CDDP_OK;
-    }
     return cddp::sum_all(target, entries, threads, [&](int64_t from) {
       std::vector<cddp::Coded> sources;
       for (int64_t m = 0; m < n_messages; ++m)
@@ -228,33 +212,19 @@ extern "C" int cddp_sum_messages(float *out, int64_t numel, int64_t shards, cons
   }
 }
 
-namespace cddp {
-namespace {
-
-// change(out[position], i) for each of a shard's entries; false if some lie outside.
-template <typename Change>
-bool at_each(float *out, int64_t numel, Deal deal, const int64_t *indices, int64_t count, const Change &change) {
-  if (deal.shard < 0 || deal.shard >= deal.shards) return false;
-  bool inside = true;
-  const auto place = [&](int64_t i) {
-    const int64_t index = indices[i];
-    return index < 0 || index >= numel ? numel : position(deal, index); // no position overflows
-  };
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t ahead = place(std::min(i + kAhead, count - 1)), here = place(i);
-    if (ahead < numel) prefetch(out + ahead);
-    inside &= here < numel;
-    if (here < numel) change(out[here], i);
-  }
-  return inside;
-}
-
-} // namespace
-} // namespace cddp
-
 extern "C" int cddp_put_difference(float *out, int64_t numel, int64_t shards, int64_t shard, const int64_t *indices,
                                    const float *a, const float *b, int64_t count) {
-  const bool inside = cddp::at_each(out, numel, {shards, shard}, indices, count,
-                                    [&](float &x, int64_t i) { x = a[i] - b[i]; });
+  if (shard < 0 || shard >= shards) return CDDP_OUT_OF_RANGE;
+  bool inside = true;
+  const auto place = [&](int64_t i) { // of entry i, or numel if it lies outside; no position overflows
+    const int64_t index = indices[i];
+    return index < 0 || index >= numel ? numel : cddp::position({shards, shard}, index);
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t ahead = place(std::min(i + cddp::kAhead, count - 1)), here = place(i);
+    if (ahead < numel) cddp::prefetch(out + ahead);
+    inside &= here < numel;
+    if (here < numel) out[here] = a[i] - b[i];
+  }
   return inside ? CDDP_OK : CDDP_OUT_OF_RANGE;
 }

@@ -1,5 +1,5 @@
 // Python sees addresses as integers: kernels/native.py checks the tensors behind them, which costs
-// a tenth of what handing over arrays does. The interpreter's lock is released during each call.
+// less than handing over arrays. The interpreter's lock is released during each call.
 
 #include <nanobind/nanobind.h>
 
@@ -57,13 +57,13 @@ nb::object ef_decode(Address data, int64_t capacity, int low_bits, int64_t bitma
 
 // The status, and where it is not CDDP_OK which message it is about and what was found there.
 nb::object sum_messages(Address out, int64_t numel, int64_t shards, Address messages, int64_t n_messages, int values,
-                        float scale, bool fresh, int threads) {
+                        float scale, int threads) {
   int64_t which = 0, found = 0;
   int status = 0;
   {
     nb::gil_scoped_release unlocked;
     status = cddp_sum_messages(at<float>(out), numel, shards, at<const cddp_message>(messages), n_messages, values,
-                               scale, fresh, threads, &which, &found);
+                               scale, threads, &which, &found);
   }
   return nb::make_tuple(status, which, found);
 }

@@ -105,12 +105,11 @@ struct cddp_message {
   int64_t count, shard, numel, capacity, low_bits, bitmap_bytes;
 };
 
-// Checks all messages; then out = 0 (fresh) or stays as it is, and out[position] += value * scale for
+// Checks all messages; then out = 0, and out[position] += value * scale for
 // each message in order. Nothing is written unless all are good; otherwise which says which one is
 // not, and found what was found there, as in cddp_ef_decode. (CDDP_NO_MEMORY: out means nothing.)
 int cddp_sum_messages(float *out, int64_t numel, int64_t shards, const struct cddp_message *messages,
-                      int64_t n_messages, int values, float scale, int fresh, int threads, int64_t *which,
-                      int64_t *found);
+                      int64_t n_messages, int values, float scale, int threads, int64_t *which, int64_t *found);
 
 // The checksum of a message of n_words 32-bit words, word `skip` taken as zero (-1: none).
 uint32_t cddp_checksum(const uint8_t *message, int64_t n_words, int64_t skip);

@@ -40,6 +40,14 @@ inline void settle_one(float value, uint32_t index, uint32_t kth, size_t *ties, 
   }
 }
 
+// Appends the key of `value` where it is below `high`; raises *top.
+inline size_t below_one(float value, uint32_t high, uint32_t *keys, uint32_t *top) {
+  const uint32_t key = key_of(value);
+  *top = std::max(*top, key);
+  *keys = key;
+  return key < high;
+}
+
 #if defined(__AVX2__)
 
 // --- AVX2 -------------------------------------------------------------------------------------
@@ -165,14 +173,8 @@ size_t below(const float *values, size_t n, uint32_t high, uint32_t *keys, uint3
   }
   alignas(32) uint32_t lanes[8];
   _mm256_store_si256(reinterpret_cast<__m256i *>(lanes), most);
-  uint32_t best = *std::max_element(lanes, lanes + 8);
-  for (; i < n; ++i) {
-    const uint32_t key = key_of(values[i]);
-    best = std::max(best, key);
-    keys[count] = key;
-    count += key < high;
-  }
-  *top = best;
+  *top = *std::max_element(lanes, lanes + 8);
+  for (; i < n; ++i) count += below_one(values[i], high, keys + count, top);
   return count;
 }
 
@@ -235,13 +237,8 @@ size_t filter(const float *r, const float *g, float *out, size_t n, uint32_t fir
 
 size_t below(const float *values, size_t n, uint32_t high, uint32_t *keys, uint32_t *top) {
   size_t count = 0;
-  uint32_t best = *top;
-  for (size_t i = 0; i < n; ++i) {
-    const uint32_t key = key_of(values[i]);
-    best = std::max(best, key);
-    keys[count] = key;
-    count += key < high;
-  }
+  uint32_t best = *top; // a copy: keys and top could be the same memory, for all the compiler knows
+  for (size_t i = 0; i < n; ++i) count += below_one(values[i], high, keys + count, &best);
   *top = best;
   return count;
 }

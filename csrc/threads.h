@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <system_error>
 #include <thread>
@@ -12,9 +13,7 @@ namespace cddp {
 
 // How many of `allowed` threads `numel` elements are worth.
 inline int worth(int64_t numel, int allowed) {
-  const int64_t most = numel / (512 * 1024);
-  const int64_t capped = allowed < 32 ? allowed : 32;
-  return static_cast<int>(most < 1 ? 1 : (most < capped ? most : (capped < 1 ? 1 : capped)));
+  return static_cast<int>(std::clamp<int64_t>(std::min<int64_t>(numel / (512 * 1024), allowed), 1, 32));
 }
 
 // job(0) ... job(n - 1), each once, some of them at the same time. job must not throw.

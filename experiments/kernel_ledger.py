@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from kernel_tables import ledger, medians
 from origin import origin
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import nn
@@ -130,24 +131,11 @@ def pair(collective: str, repeat: int, arguments: argparse.Namespace) -> list[Ro
 
 
 def print_table(rows: list[Row]) -> None:
-    """Medians over the repeats, and their quotient."""
-    print("\nmilliseconds a step, median of the repeats\n")
-    print(f"| | {' | '.join(TIMES)} |\n|---|{'---|' * len(TIMES)}")
+    """Medians over the repeats, and their quotients."""
+    print(f"\nmilliseconds a step, median of the repeats\n\n{ledger(rows)}")
     for collective in COLLECTIVES:
-        medians = {
-            kernels: [
-                statistics.median(
-                    float(row[f"{name}_ms"])
-                    for row in rows
-                    if (row["collective"], row["kernels"]) == (collective, kernels)
-                )
-                for name in TIMES
-            ]
-            for kernels in KERNELS
-        }
-        for kernels, values in medians.items():
-            print(f"| {collective}, {kernels} | {' | '.join(f'{ms:.1f}' for ms in values)} |")
-        quotients = [f"{a / b:.2f}" for a, b in zip(*medians.values(), strict=True)]
+        slow, fast = (medians(rows, collective, kernels) for kernels in KERNELS)
+        quotients = [f"{a / b:.2f}" for a, b in zip(slow, fast, strict=True)]
         print(f"| {collective}, times faster | {' | '.join(quotients)} |")
 
 

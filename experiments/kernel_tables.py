@@ -24,7 +24,6 @@ TAKES = {
 }
 CODECS = {
     "encode": "encode",
-    "decode, add 1": "check, decode and add one message onto a buffer",
     "zero, decode, add 8": "check, decode and add up 8 messages into a new result",
     "zero_": "for comparison: `out.zero_()`",
 }
@@ -68,16 +67,23 @@ def codecs() -> str:
     return "\n".join(lines)
 
 
-def ledger() -> str:
-    """Milliseconds a step by phase, the median of all repeats."""
-    phases = ("select", "encode", "wait", "decode", "exposed", "step")
-    lines = [f"| | {' | '.join(phases)} |", f"|---|{'---|' * len(phases)}"]
-    rows = rows_of("kernel_ledger")
+PHASES = ("select", "encode", "wait", "decode", "exposed", "step")
+
+
+def medians(rows: list[Row], collective: str, kernels: str) -> list[float]:
+    """Milliseconds a step by phase, over all repeats."""
+    mine = [row for row in rows if (row["collective"], row["kernels"]) == (collective, kernels)]
+    return [statistics.median(float(row[f"{phase}_ms"]) for row in mine) for phase in PHASES]
+
+
+def ledger(rows: list[Row] | None = None) -> str:
+    """The ledger's phases with both kernels; by default from the CSV."""
+    rows = rows_of("kernel_ledger") if rows is None else rows
+    lines = [f"| | {' | '.join(PHASES)} |", f"|---|{'---|' * len(PHASES)}"]
     for collective in ("allgather", "sharded"):
         for kernels in ("reference", "native"):
-            mine = [row for row in rows if (row["collective"], row["kernels"]) == (collective, kernels)]
-            cells = [statistics.median(float(row[f"{phase}_ms"]) for row in mine) for phase in phases]
-            lines.append(f"| {collective}, {kernels} | {' | '.join(f'{cell:.1f}' for cell in cells)} |")
+            cells = [f"{ms:.1f}" for ms in medians(rows, collective, kernels)]
+            lines.append(f"| {collective}, {kernels} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

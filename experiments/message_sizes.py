@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import argparse
 import csv
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from origin import origin
 
-import compressed_ddp
 from compressed_ddp import CompressionConfig
 from compressed_ddp.communication import Reducer, run_in_process
 from compressed_ddp.compression import COMPRESSORS
@@ -70,17 +67,8 @@ def main() -> None:
     side, world = 1000, arguments.workers
     layout = BucketLayout(("weight",), (torch.Size([side, side]),))
     ring = 2 * (world - 1) * layout.numel * 4 // world
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    about = {
-        "workers": world,
-        "elements": layout.numel,
-        "ring_bytes": ring,
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit,
-        "version": f"compressed-ddp {compressed_ddp.__version__}, torch {torch.__version__}",
-    }
+    about = {"workers": world, "elements": layout.numel, "ring_bytes": ring, **origin()}
+    del about["machine"]  # any machine gives the same
     rows = []
     for options in ROWS:
         compressor = from_config(CompressionConfig(**options))

@@ -14,12 +14,7 @@ import csv
 import gzip
 import itertools
 import os
-import platform
-import re
-import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from origin import origin
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -159,20 +155,13 @@ def worker(rank: int, runs: list[Run], args: argparse.Namespace, store: str, ori
     dist.destroy_process_group()
 
 
-def origin(data_dir: Path) -> dict[str, str]:
+def where_from(data_dir: Path) -> dict[str, str]:
     """Where the numbers come from. The data directory is the reader's own, so it is not named."""
-
-    def git(*command: str) -> str:
-        return subprocess.check_output(("git", *command), cwd=Path(__file__).parent, text=True).strip()
-
-    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    cpu = found[1] if found else platform.machine()
-    command = shlex.join(["python", "experiments/value_formats.py", *sys.argv[1:]])
-    dirty = "+" if git("status", "--porcelain", "--", ":/", ":!/results") else ""
+    about = origin()
     return {
-        "command": command.replace(str(data_dir), "DATA"),
-        "commit": git("rev-parse", "--short", "HEAD") + dirty,
-        "machine": f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "command": about["command"].replace(str(data_dir), "DATA"),
+        "commit": about["commit"],
+        "machine": f"{about['machine']}, torch {torch.__version__}",
     }
 
 
@@ -232,7 +221,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if runs:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(worker, (runs, args, f"{folder}/store", origin(args.data_dir)), nprocs=WORKERS)
+            mp.spawn(worker, (runs, args, f"{folder}/store", where_from(args.data_dir)), nprocs=WORKERS)
     planned = {tuple(map(str, run)) for run in plan(args)}
     if not args.tune:
         print_table([r for r in rows_of(args.out) if tuple(r[name] for name in Run._fields) in planned])

@@ -728,13 +728,12 @@ Bytes value_part(const Floats &x, int format, Floats &seen) {
 void check_sum_messages(Random &random, int64_t numel, int threads) {
   const int64_t shards = random.chance(40) ? 1 : 1 + random.below(7), n = random.below(6);
   const int format = static_cast<int>(random.below(5));
-  const bool fresh = random.chance(70);
   const int64_t damaged = n > 0 && random.chance(40) ? random.below(n) : -1;
-  const Case test("sum_messages numel=%lld shards=%lld messages=%lld format=%d fresh=%d damaged=%lld threads=%d",
-                  ll(numel), ll(shards), ll(n), format, fresh, ll(damaged), threads);
+  const Case test("sum_messages numel=%lld shards=%lld messages=%lld format=%d damaged=%lld threads=%d",
+                  ll(numel), ll(shards), ll(n), format, ll(damaged), threads);
   const std::vector<Integers> positions = deal(numel, shards);
   const Floats before = draw(random, kGaussian, numel);
-  Floats wanted = fresh ? Floats(before.size(), 0.0f) : before;
+  Floats wanted(before.size(), 0.0f);
   std::vector<std::unique_ptr<Buffer<uint8_t>>> parts;
   Buffer<cddp_message> messages(random, n);
   for (int64_t m = 0; m < n; ++m) {
@@ -763,8 +762,7 @@ void check_sum_messages(Random &random, int64_t numel, int threads) {
   }
   Buffer<float> out(random, before);
   int64_t which = -1, found = -1;
-  const int status = cddp_sum_messages(out.data(), numel, shards, messages.data(), n, format, 0.3f, fresh, threads,
-                                       &which, &found);
+  const int status = cddp_sum_messages(out.data(), numel, shards, messages.data(), n, format, 0.3f, threads, &which, &found);
   if (status != CDDP_OK) {
     test.must(damaged >= 0 && which == damaged, "status %d about message %lld", status, ll(which));
     test.must(out.differs(before) < 0, "out[%lld] was written to", ll(out.differs(before)));

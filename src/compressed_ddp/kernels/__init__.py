@@ -72,13 +72,10 @@ class Kernels(Protocol):
         messages: Sequence[CodedEntries],
         values: int,
         scale: float,
-        *,
-        fresh: bool = True,
     ) -> None:
         """As ``accumulate_``, from entries as they travel in value format ``values``.
 
-        All of them are checked first; WireError leaves ``out`` as it was. Where not ``fresh``, they
-        are added to what is there.
+        All of them are checked first; WireError leaves ``out`` as it was.
         """
         ...
 

@@ -29,7 +29,6 @@ def sum_messages(
     n_messages: int,
     values: int,
     scale: float,
-    fresh: bool,
     threads: int,
     /,
 ) -> tuple[int, int, int]: ...

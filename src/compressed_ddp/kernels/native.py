@@ -113,8 +113,6 @@ def sum_coded_(
     messages: Sequence[CodedEntries],
     values: int,
     scale: float,
-    *,
-    fresh: bool = True,
 ) -> None:
     """As ``accumulate_``, from entries as they travel, all checked first: raises WireError."""
     _check(out, torch.float32, part.numel)
@@ -131,7 +129,7 @@ def sum_coded_(
         rows.append((*where, count, shard, numel, capacity, low, bitmap))
     table = torch.tensor(rows, dtype=torch.int64)
     about = out.data_ptr(), part.numel, part.shards, table.data_ptr(), len(rows), values, scale
-    status, which, found = _native.sum_messages(*about, fresh, torch.get_num_threads())
+    status, which, found = _native.sum_messages(*about, torch.get_num_threads())
     if status not in (0, _NO_MEMORY):
         raise _wire_error(status, found, messages[which].entries, messages[which].numel)
     _check_status(status)

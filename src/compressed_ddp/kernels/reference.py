@@ -47,8 +47,6 @@ def sum_coded_(
     messages: Sequence[CodedEntries],
     values: int,
     scale: float,
-    *,
-    fresh: bool = True,
 ) -> None:
     """As ``accumulate_``, from entries as they travel, all checked first: raises WireError."""
     pieces = []
@@ -59,8 +57,7 @@ def sum_coded_(
         else:
             numbers = log_decode(value_part, LOG_BITS[values], count)
         pieces.append((shard, numbers, indices))
-    if fresh:
-        out.zero_()
+    out.zero_()
     _add(out, part, pieces, scale)
 
 
