@@ -8,9 +8,7 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*)
 .PHONY: train test test-reference lint format clean
 
 train: .venv/train.stamp
-	@for method in dense topk; do \
-	  OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/quickstart.py $$method || exit 1; \
-	done
+	$(BIN)/compressed-ddp compare --config configs/digits.yaml
 
 # Everything with the C++ kernels; then what depends on the choice of kernels again with the torch ones.
 test: lint

@@ -1,4 +1,4 @@
-"""The command line: ``compressed-ddp info``."""
+"""The command line: ``compressed-ddp info``, and the way to the commands of the training application."""
 
 from __future__ import annotations
 
@@ -16,15 +16,26 @@ from .compression import COMPRESSORS
 from .kernels import describe, same_bits
 from .version import WIRE_VERSION, __version__
 
+APPLICATION = {
+    "train": "train a model, dense or compressed, alone or with several workers",
+    "compare": "train dense and compressed with the same seeds, and compare",
+    "data": "list datasets, and download them",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in APPLICATION:
+        return application(arguments[0], arguments[1:])
     parser = argparse.ArgumentParser(
         prog="compressed-ddp",
         description="Data-parallel training on slow networks: compressed gradients that travel compressed.",
     )
     parser.add_argument("--version", action="version", version=f"compressed-ddp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, about_it in APPLICATION.items():
+        commands.add_parser(name, help=about_it)
     info = commands.add_parser(
         "info",
         help="what is installed here, and which kernels run and why",
@@ -41,6 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         print(f"compressed-ddp: {error}", file=sys.stderr)
         return 2
+
+
+def application(command: str, arguments: Sequence[str]) -> int:
+    """Run a command that needs more than the core's torch."""
+    try:
+        from .training.cli import main as run
+    except ModuleNotFoundError as error:
+        needed = "install what it needs with: pip install 'compressed-ddp[train]'"
+        print(f"compressed-ddp {command} needs {error.name}; {needed}", file=sys.stderr)
+        return 2
+    return run(command, arguments)
 
 
 def show_info(*, as_json: bool, expect_native: bool) -> int:

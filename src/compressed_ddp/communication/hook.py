@@ -57,6 +57,9 @@ class GradientSync:
         self._layouts: dict[tuple[int, ...], BucketLayout] = {}
         self.error: BaseException | None = None
         """The first error of the worker thread, with its traceback; backward only quotes it."""
+        self.loss_scale = 1.0
+        """By what the loss was multiplied (GradScaler's ``get_scale()``), set before backward and alike on
+        all ranks: residuals stay in the gradient's own units when it changes. A power of two is exact."""
 
     @property
     def config(self) -> CompressionConfig:
@@ -128,6 +131,7 @@ class GradientSync:
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
+        scale = self.loss_scale
         submitted = time.perf_counter()
 
         def work() -> None:
@@ -138,7 +142,11 @@ class GradientSync:
                     torch.cuda.current_stream(buffer.device).wait_event(ready)
                 if first:
                     self._reducer.abandon_step()
+                if scale != 1.0:
+                    buffer.mul_(1.0 / scale)
                 self._reducer.reduce_(layout, buffer, last=last, joined=joined)
+                if scale != 1.0:
+                    buffer.mul_(scale)
                 if last:
                     self.stats.exposed(time.perf_counter() - submitted)
             except Exception as error:

@@ -1,7 +1,20 @@
-"""What it cost: bytes and seconds."""
+"""What it cost, bytes and seconds, and where figures go."""
 
 from __future__ import annotations
 
-from .ledger import Ledger, StepRecord
+from .ledger import Ledger, StepRecord, amount
+from .sockets import SocketMeter, Traffic
+from .trackers import CsvTracker, JsonLinesTracker, TensorBoardTracker, Tracker, Trackers
 
-__all__ = ["Ledger", "StepRecord"]
+__all__ = [
+    "CsvTracker",
+    "JsonLinesTracker",
+    "Ledger",
+    "SocketMeter",
+    "StepRecord",
+    "TensorBoardTracker",
+    "Tracker",
+    "Trackers",
+    "Traffic",
+    "amount",
+]

@@ -107,15 +107,18 @@ class Ledger:
             ("received", "bytes_received"),
             ("dense ring", "dense_bytes"),
         ):
-            lines.append(f"{label:<12}{_bytes(getattr(last, name)):>14}{_bytes(getattr(total, name)):>14}")
+            lines.append(f"{label:<12}{amount(getattr(last, name)):>14}{amount(getattr(total, name)):>14}")
         lines.append(f"{'saved':<12}{last.saved():>13.2f}%{total.saved():>13.2f}%")
         for name in (*PHASES, "exposed"):
             lines.append(f"{name:<12}{getattr(last, name) * 1e3:>11.1f} ms{getattr(total, name):>12.2f} s")
         return "\n".join(lines)
 
 
-def _bytes(n: int) -> str:
+def amount(nbytes: int | None) -> str:
+    """Bytes for people: ``"1.95 MB"``; None is something that could not be measured."""
+    if nbytes is None:
+        return "not measured"
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= size:
-            return f"{n / size:.2f} {unit}"
-    return f"{n} B"
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} B"

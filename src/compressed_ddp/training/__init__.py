@@ -1,0 +1,1 @@
+"""The training application: configuration, loop, checkpoints, launcher, command line."""

@@ -1,0 +1,234 @@
+"""What a run is. Flags, YAML files and defaults are these dataclasses, and nothing else.
+
+Every field is one flag (``--batch-size``) and one key of a YAML file (``batch_size``), all on one
+level. Its docstring is its help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from ..types import CompressionConfig, unknown_name
+
+Optimizer = Literal["sgd", "adam", "adamw", "rmsprop"]
+Schedule = Literal["constant", "cosine", "linear", "step"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+LEARNING_RATES = {"sgd": 0.05, "adam": 0.001, "adamw": 0.001, "rmsprop": 0.0005}
+
+
+@dataclass(frozen=True)
+class Task:
+    """what is trained, and on what"""
+
+    model: str = "simple_cnn"
+    """simple_cnn, resnet18, resnet50 or gpt. `--model list` shows them with their sizes."""
+    dataset: str = "digits"
+    """digits (needs no download), mnist, fashion_mnist, cifar10, or text for the gpt."""
+    data_dir: str = "data"
+    """Where data files are; `compressed-ddp data download mnist` puts them there."""
+    text: str | None = None
+    """For `text`: a file or a folder. Default: the sources of Python's standard library."""
+    block: int = 128
+    """For `text`: how many bytes the model sees at once."""
+    validation: int = 0
+    """Score on this many training examples, held out, instead of the test set: to choose settings."""
+    limit: int | None = None
+    """Train on this many examples only."""
+
+    def __post_init__(self) -> None:
+        _at_least("block", self.block, 2)
+        _at_least("validation", self.validation, 0)
+        _at_least("limit", self.limit, 1)
+
+
+@dataclass(frozen=True)
+class Optimisation:
+    """how it is trained"""
+
+    epochs: int = 5
+    """Times through the training data."""
+    max_steps: int | None = None
+    """End after this many optimizer steps, also in the middle of an epoch."""
+    batch_size: int = 32
+    """Examples a step for each worker."""
+    accumulate: int = 1
+    """Micro-batches of batch_size examples that make one step; gradients travel once."""
+    optimizer: Optimizer = "sgd"
+    """The optimizer; all of them are torch's own."""
+    lr: float | None = None
+    """Learning rate. Default: 0.05 for sgd, 0.001 for adam and adamw, 0.0005 for rmsprop."""
+    momentum: float = 0.9
+    """For sgd and rmsprop."""
+    nesterov: bool = False
+    """For sgd: Nesterov momentum."""
+    weight_decay: float = 0.0
+    """L2 penalty (adamw: decoupled)."""
+    schedule: Schedule = "constant"
+    """How the learning rate falls after the warm-up: cosine or linear to zero, step to a tenth at one half
+    and three quarters of all epochs."""
+    warmup: float = 0.0
+    """Epochs over which the learning rate rises from zero."""
+    clip_norm: float | None = None
+    """Scale the averaged gradient down to this norm where it is larger."""
+    precision: Precision = "fp32"
+    """What forward and backward compute in; weights, residuals and sums stay fp32."""
+    seed: int = 0
+    """Fixes weights, order of data and augmentation: same seed and workers, same bits."""
+    target_accuracy: float | None = None
+    """Stop when this accuracy, in percent, is reached."""
+    patience: int | None = None
+    """Stop after this many epochs without a better score."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "max_steps", "batch_size", "accumulate", "patience"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("lr", "clip_norm", "target_accuracy"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a positive number, got {value}; leave it out for none")
+        for name in ("momentum", "weight_decay", "warmup"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if self.target_accuracy is not None and self.target_accuracy > 100:
+            raise ValueError(f"target_accuracy is in percent, at most 100; got {self.target_accuracy}")
+        if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
+            raise ValueError("nesterov needs optimizer sgd and a momentum above 0")
+        if self.lr is None:
+            object.__setattr__(self, "lr", LEARNING_RATES[self.optimizer])
+
+    @property
+    def rate(self) -> float:
+        """The learning rate; never None."""
+        assert self.lr is not None
+        return self.lr
+
+
+@dataclass(frozen=True)
+class Running:
+    """where it runs, and what it leaves behind"""
+
+    workers: int = 1
+    """Workers to start on this machine. Under torchrun this is torchrun's to say."""
+    max_restarts: int = 0
+    """How often dead workers are started again, from the last checkpoint (with --workers)."""
+    device: str = "auto"
+    """auto (CUDA, then MPS, then CPU), cpu, cuda, cuda:1 or mps."""
+    backend: str = "auto"
+    """auto (nccl on CUDA, gloo elsewhere), gloo or nccl."""
+    threads: int | None = None
+    """Threads of each worker. Default: OMP_NUM_THREADS, or the machine's cores shared among its workers."""
+    runs: str = "runs"
+    """Each run gets a folder of its own in here; `last` leads to the newest."""
+    run_dir: str | None = None
+    """The run's folder itself, instead of a new one."""
+    resume: str | None = None
+    """A run's folder or one checkpoint: go on there, to the bit. auto: if run_dir has a checkpoint. The run's
+    own configuration is the default then."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints, besides the one after each epoch. 0: only those."""
+    keep: int = 2
+    """Checkpoints to keep, besides the best one. 0: write none at all."""
+    tensorboard: bool = True
+    """Write TensorBoard events beside the CSV and the JSON lines."""
+    log_every: int = 10
+    """Steps between figures in the trackers."""
+    histograms: int = 0
+    """Steps between histograms of gradients and residuals in TensorBoard. 0: one an epoch."""
+    log_json: bool = False
+    """Progress as JSON lines on standard output."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("workers", 1), ("threads", 1), ("log_every", 1), ("max_restarts", 0)):
+            _at_least(name, getattr(self, name), least)
+        for name in ("checkpoint_every", "keep", "histograms"):
+            _at_least(name, getattr(self, name), 0)
+        if self.backend not in ("auto", "gloo", "nccl"):
+            raise unknown_name("backend", self.backend, ("auto", "gloo", "nccl"))
+
+
+@dataclass(frozen=True)
+class Compress:
+    """whether gradients travel compressed"""
+
+    compress: bool = False
+    """Compress gradients, as the settings below say. Otherwise: plain DistributedDataParallel."""
+
+
+SECTIONS: dict[str, type] = {
+    "task": Task,
+    "optimisation": Optimisation,
+    "running": Running,
+    "switch": Compress,
+    "compression": CompressionConfig,
+}
+# The run's seed is the compressor's too; what DDP needs held back, attach finds out itself.
+NOT_FLAGS = {("compression", "seed"), ("compression", "hold_unused")}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """All sections of a run's configuration; checked when it is made."""
+
+    task: Task = field(default_factory=Task)
+    optimisation: Optimisation = field(default_factory=Optimisation)
+    running: Running = field(default_factory=Running)
+    switch: Compress = field(default_factory=Compress)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+
+    @property
+    def compress(self) -> bool:
+        return self.switch.compress
+
+    @classmethod
+    def from_flat(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """From ``{"model": ..., "ratio": ...}``; what is not there is the default."""
+        known = set(flat_fields())
+        for name in values:
+            if name not in known:
+                raise unknown_name("setting", name, known)
+        sections = {}
+        for section, kind in SECTIONS.items():
+            mine = {
+                f.name: values[f.name] for f in fields(kind) if _is_flag(section, f.name) and f.name in values
+            }
+            if section == "compression":
+                mine["seed"] = values.get("seed", 0)
+            sections[section] = kind(**mine)
+        return cls(**sections)
+
+    def flat(self) -> dict[str, Any]:
+        """The inverse of ``from_flat``: plain values, complete, in the order of the help."""
+        return {
+            f.name: getattr(getattr(self, section), f.name)
+            for section, kind in SECTIONS.items()
+            for f in fields(kind)
+            if _is_flag(section, f.name)
+        }
+
+    def but(self, **changes: Any) -> TrainConfig:
+        """A copy with some settings changed."""
+        return self.from_flat(self.flat() | changes)
+
+
+def _is_flag(section: str, name: str) -> bool:
+    return (section, name) not in NOT_FLAGS
+
+
+def flat_fields() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
+    """Every setting: its section and its dataclass field, by name."""
+    found: dict[str, tuple[str, dataclasses.Field[Any]]] = {}
+    for section, kind in SECTIONS.items():
+        for each in fields(kind):
+            if _is_flag(section, each.name):
+                assert each.name not in found, f"two settings are called {each.name}"
+                found[each.name] = (section, each)
+    return found
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")

@@ -1,0 +1,91 @@
+"""The command line of a run, made from its configuration's dataclasses by jsonargparse."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, get_type_hints
+
+import docstring_parser
+from jsonargparse import ActionYesNo, ArgumentParser, Namespace
+
+from .config import NOT_FLAGS, SECTIONS, TrainConfig
+from .run import saved_settings
+
+
+class Parser(ArgumentParser):
+    """jsonargparse's parser, with a short word about errors and the nearest name for a wrong one."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say what is wrong and how to find out more, and end the program."""
+        found = re.search(r"(?:unrecognized arguments: -*|Option ')([\w.-]+)", message)
+        hint = ""
+        if found:
+            names = [option for action in self._actions for option in action.option_strings]
+            wanted = "--" + found[1].replace("_", "-")
+            near = difflib.get_close_matches(wanted, names, n=1)
+            hint = (
+                f"; did you mean {near[0] if '--' in message else near[0][2:].replace('-', '_')}?"
+                if near
+                else ""
+            )
+        print(f"{self.prog}: {message}{hint}\n{self.prog} --help shows all settings", file=sys.stderr)
+        sys.exit(2)
+
+
+def make_parser(prog: str, description: str) -> Parser:
+    """A parser with every setting of a run, in the groups of its configuration."""
+    parser = Parser(prog=prog, description=description, print_config="--print-config")
+    parser.add_argument(
+        "--config", action="config", help="A YAML file with settings; flags after it win over the file."
+    )
+    for section, kind in SECTIONS.items():
+        group = parser.add_argument_group(_title(kind))
+        types = get_type_hints(kind)
+        help_of = {
+            item.arg_name: item.description for item in docstring_parser.parse_from_object(kind).params
+        }
+        defaults = kind()
+        for name, hint in types.items():
+            if (section, name) in NOT_FLAGS:
+                continue
+            flag = f"--{name.replace('_', '-')}"
+            text = re.sub(r"``?([^`]+)``?", r"\1", (help_of.get(name) or "")).replace("%", "%%")
+            about = {"default": getattr(defaults, name), "help": text}
+            if name == "lr":
+                about["default"] = None  # depends on the optimizer
+            if hint is bool:
+                group.add_argument(flag, action=ActionYesNo(no_prefix="no-"), **about)
+            else:
+                group.add_argument(flag, type=hint, **about)
+    return parser
+
+
+def _title(kind: type) -> str:
+    """A section's docstring; the compressor's own is about more than a command line."""
+    return "how gradients travel with --compress" if kind is SECTIONS["compression"] else str(kind.__doc__)
+
+
+def parse(parser: Parser, arguments: Sequence[str]) -> tuple[TrainConfig, Namespace]:
+    """The configuration that ``arguments`` mean, and everything that the parser found.
+
+    A run that is resumed has its own configuration for defaults. Wrong values end the program with
+    a message, as wrong flags do.
+    """
+    found = parser.parse_args(list(arguments))
+
+    def told(work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except (ValueError, RuntimeError) as error:
+            parser.error(str(error))
+
+    if found.resume is not None:
+        saved = told(lambda: saved_settings(found.resume, found.run_dir))
+        known = TrainConfig().flat()
+        parser.set_defaults({name: value for name, value in saved.items() if name in known})
+        found = parser.parse_args(list(arguments))
+    names = TrainConfig().flat()
+    return told(lambda: TrainConfig.from_flat({name: found[name] for name in names})), found

@@ -1,0 +1,163 @@
+"""Where a worker is: its rank, its device, its process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore[attr-defined]
+
+from ..types import SyncError
+from .config import Running
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One worker among ``world_size``. All its methods but ``main`` are for all workers together."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the worker that talks and writes."""
+        return self.rank == 0
+
+    @property
+    def _wire(self) -> torch.device:
+        """Where a tensor must lie to be sent: gloo takes it from the CPU alone."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """The sums of ``values`` over all workers."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._wire)
+        dist.all_reduce(tensor)
+        return [float(value) for value in tensor]
+
+    def gather(self, row: bytes) -> list[bytes]:
+        """Every worker's ``row``, in rank order; all have the same length."""
+        mine = torch.tensor(list(row), dtype=torch.uint8, device=self._wire)
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(rows, mine)
+        return [bytes(row.tolist()) for row in rows]
+
+    def average_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each of ``tensors`` by its mean over all workers."""
+        for tensor in tensors:
+            shared = tensor.detach().to(self._wire, torch.float32)
+            dist.all_reduce(shared)
+            tensor.copy_(shared.div_(self.world_size))
+
+    def say(self, text: str) -> str:
+        """Rank 0's ``text``, on every worker."""
+        data = text.encode() if self.main else b""
+        length = int(self.total([len(data)])[0])
+        tensor = torch.zeros(length, dtype=torch.uint8, device=self._wire)
+        if self.main:
+            tensor.copy_(torch.tensor(list(data), dtype=torch.uint8))
+        dist.broadcast(tensor, 0)
+        return bytes(tensor.tolist()).decode()
+
+    def together(self, what: str, work: Callable[[], T]) -> T:
+        """Call ``work`` on every worker. If it fails on one, all of them raise: nobody waits for ever."""
+        failure: Exception | None = None
+        result: T
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        failed = [rank for rank, row in enumerate(self.gather(bytes([failure is not None]))) if row[0]]
+        if failure is not None:
+            raise failure
+        if failed:
+            raise SyncError(f"{what} failed on rank {', '.join(map(str, failed))}; see its message")
+        return result
+
+
+def under_launcher() -> bool:
+    """Whether torchrun (or its like) started this process and set its rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def restarts() -> int:
+    """How often torchrun has started this job's workers again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def job_id() -> str:
+    """The same for all starts of one job by one torchrun, and for nothing else."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}:{socket.gethostname()}:{os.getppid()}"
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """The device that ``name`` means for this worker; ValueError if it is not here."""
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if name == "auto":
+        name = "cuda" if cuda else "mps" if mps else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}; auto, cpu, cuda, cuda:N or mps") from None
+    if device.type == "cuda":
+        if not cuda:
+            raise ValueError(f"device {name!r}: no CUDA device is usable here; --device cpu")
+        index = local_rank % torch.cuda.device_count() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise ValueError(f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+        return torch.device("cuda", index)
+    if device.type == "mps" and not mps:
+        raise ValueError("device 'mps': it is not usable here; --device cpu")
+    if device.type not in ("cpu", "mps"):
+        raise ValueError(f"device {name!r} is not one that this program knows; auto, cpu, cuda or mps")
+    return device
+
+
+def pick_backend(name: str, device: torch.device) -> str:
+    """The process group's backend; ValueError if it does not serve ``device``."""
+    if name == "auto":
+        name = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    if name == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+        why = (
+            "this torch has no nccl" if device.type == "cuda" else f"nccl needs CUDA, the device is {device}"
+        )
+        raise ValueError(f"backend 'nccl': {why}; --backend gloo")
+    return name
+
+
+@contextmanager
+def joined(running: Running, timeout: float) -> Iterator[Place]:
+    """This worker's place in the job, with the process group up; it is taken down at the end."""
+    here = under_launcher()
+    rank, world_size, local_rank = (
+        int(os.environ.get(name, default)) if here else int(default)
+        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    )
+    device = pick_device(running.device, local_rank)
+    backend = pick_backend(running.backend, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store: Any = HashStore()
+    if here:
+        store, rank, world_size = next(iter(rendezvous("env://")))
+        # A restarted job finds its old store; the addresses in there are of the dead.
+        store = PrefixStore(f"start{restarts()}", store)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+    )
+    try:
+        yield Place(rank, world_size, local_rank, device, backend)
+    finally:
+        dist.destroy_process_group()

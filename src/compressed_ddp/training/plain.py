@@ -1,0 +1,70 @@
+"""Plain DistributedDataParallel behind the face of GradientSync: the baseline, with a ledger."""
+
+# No `from __future__ import annotations` here: DDP inspects the hook's annotations as objects.
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from ..metrics import Ledger
+
+
+class PlainSync:
+    """DDP's own all-reduce, which adds up as without a hook, and a clock beside it.
+
+    The ledger has what a ring moves, computed, and the seconds that backward stood still, measured.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.stats = Ledger("plain DDP", "torch", error_feedback=False, unbiased=True)
+        self.loss_scale = 1.0
+        self._group = model.process_group
+        self._world_size = self._group.size()
+        model.register_comm_hook(self, timed_all_reduce)
+
+    def residual_norm(self) -> float:
+        """Nothing is ever owed."""
+        return 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain DDP remembers nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take nothing back; ValueError if there is something, for then the run was a compressed one."""
+        if state:
+            raise ValueError(
+                "this checkpoint is of a compressed run, with residuals; resume it with --compress"
+            )
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """DDP's own all-reduce of ``bucket``."""
+        nbytes = bucket.buffer().numel() * bucket.buffer().element_size()
+        self.stats.bucket(nbytes, self._world_size)
+        ring = 2 * (self._world_size - 1) * nbytes // self._world_size
+        self.stats.traffic(ring, ring)
+        future = default_hooks.allreduce_hook(self._group, bucket)
+        if not bucket.is_last():
+            return future
+        submitted = time.perf_counter()
+
+        def done(result: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            value = result.value()
+            self.stats.close_step(finite=True)
+            self.stats.exposed(time.perf_counter() - submitted)
+            return value
+
+        return future.then(done)
+
+
+def timed_all_reduce(state: PlainSync, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook of plain runs."""
+    return state.on_bucket(bucket)

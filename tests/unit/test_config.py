@@ -1,0 +1,125 @@
+"""Flags, YAML and defaults are one configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("jsonargparse")
+
+from compressed_ddp.training.config import SECTIONS, TrainConfig, flat_fields
+from compressed_ddp.training.flags import make_parser, parse
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def config_of(*arguments: str) -> TrainConfig:
+    return parse(make_parser("train", "about"), arguments)[0]
+
+
+def test_nothing_given_is_the_default() -> None:
+    assert config_of() == TrainConfig()
+    assert config_of().task.dataset == "digits"
+    assert not config_of().compress
+
+
+def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("epochs: 7\nbatch_size: 9\ncompress: true\nratio: 0.5\n")
+    config = config_of("--config", str(file), "--batch-size", "3", "--ratio=0.25", "--no-tensorboard")
+    assert config.optimisation.epochs == 7
+    assert config.optimisation.batch_size == 3
+    assert config.compress and config.compression.ratio == 0.25
+    assert not config.running.tensorboard
+
+
+def test_the_write_ups_flags() -> None:
+    text = "--model simple_cnn --dataset mnist --epochs 10 --compress --ratio 0.01 --backend gloo"
+    config = config_of(*text.split())
+    assert (config.task.model, config.task.dataset, config.compression.ratio) == ("simple_cnn", "mnist", 0.01)
+
+
+def test_the_runs_seed_is_the_compressors_too() -> None:
+    assert config_of("--seed", "5").compression.seed == 5
+
+
+def test_flat_and_back() -> None:
+    config = config_of(
+        "--compress", "--ratio", "0.1", "--clip-norm", "1", "--optimizer", "adamw", "--seed", "3"
+    )
+    assert TrainConfig.from_flat(config.flat()) == config
+    assert TrainConfig.from_flat(yaml.safe_load(yaml.safe_dump(config.flat()))) == config
+    assert config.but(ratio=0.2).compression.ratio == 0.2
+    assert set(config.flat()) == set(flat_fields())
+
+
+def test_the_learning_rate_follows_the_optimizer() -> None:
+    assert config_of().optimisation.rate == 0.05
+    assert config_of("--optimizer", "adamw").optimisation.rate == 0.001
+    assert config_of("--optimizer", "adamw", "--lr", "0.3").optimisation.rate == 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--batch-sise", "3"], "did you mean --batch-size"),
+        (["--batch-size", "many"], "many"),
+        (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["--ratio", "2"], "ratio must be in (0, 1], got 2"),
+        (["--scope", "buckets"], "did you mean 'bucket'"),
+        (["--optimizer", "sdg"], "sdg"),
+        (["--backend", "mpi"], "unknown backend 'mpi'"),
+        (["--target-accuracy", "200"], "at most 100"),
+        (["--nesterov", "--momentum", "0"], "nesterov needs"),
+        (["--resume", "nowhere"], "nowhere does not exist"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_wrong_flags_are_told(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        config_of(*arguments)
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_wrong_keys_are_told_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("batchsize: 3\n")
+    with pytest.raises(SystemExit):
+        config_of("--config", str(file))
+    assert "did you mean batch_size?" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="did you mean 'ratio'"):
+        TrainConfig.from_flat({"ratoi": 1})
+
+
+def test_print_config(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config_of("--ratio", "0.2", "--compress", "--print-config")
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["ratio"] == 0.2 and printed["compress"] is True
+    assert set(printed) == set(flat_fields())
+
+
+def test_every_setting_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config_of("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    for name in flat_fields():
+        assert f"--{name.replace('_', '-')}" in text
+    for kind in SECTIONS.values():
+        for name in ("epochs", "ratio", "workers"):
+            if name in getattr(kind, "__dataclass_fields__", ()):
+                assert f"--{name} {name.upper()}" in text
+    assert "Share of the entries that a sparse compressor sends" in text
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_is_one(path: Path) -> None:
+    from compressed_ddp.training.compare import add_flags
+
+    parser = make_parser("compare", "about")
+    add_flags(parser)
+    config, _ = parse(parser, ["--config", str(path)])
+    assert config.task.model in ("simple_cnn", "resnet18", "resnet50", "gpt")
