@@ -8,7 +8,7 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*)
 .PHONY: train test test-reference lint format clean
 
 train: .venv/train.stamp
-	$(BIN)/compressed-ddp compare --config configs/digits.yaml
+	$(BIN)/compressed-ddp compare --config configs/digits.yaml --ratios 1,0.01
 
 # Everything with the C++ kernels; then what depends on the choice of kernels again with the torch ones.
 test: lint
@@ -36,7 +36,7 @@ format: .venv/dev.stamp
 	@touch $@
 
 .venv/train.stamp: .venv/torch.stamp pyproject.toml $(NATIVE)
-	$(PIP) --editable '.[train]'
+	$(PIP) --editable '.[train,plots]'
 	@touch $@
 
 .venv/dev.stamp: .venv/torch.stamp pyproject.toml $(NATIVE)

@@ -91,6 +91,7 @@ class CompressionConfig:
     """
 
     compressor: str = "topk"
+    """What is sent: topk, threshold, randomk, powersgd, sign, onebit, terngrad, qsgd, fp16, bf16 or dense."""
     ratio: float = 0.01
     """Share of the entries that a sparse compressor sends, in (0, 1]."""
     values: str = "int8"

@@ -25,6 +25,12 @@ _STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 """Mean and standard deviation of the training pixels, by channel, with white at 1."""
 
+_FIRST_LABELS = {
+    "mnist": "07020100040104090509000609000105",
+    "fashion_mnist": "09020101060104060507040507030401",
+}
+"""Of the test sets: their files have the same names, and somebody may have put them together."""
+
 
 @dataclass(frozen=True)
 class ImageSplit:
@@ -86,7 +92,15 @@ def idx_images(name: str, data_dir: str | Path) -> Dataset:
     """MNIST or Fashion-MNIST from the four idx files."""
     files = locate(name, data_dir)
     train_images, train_labels, test_images, test_labels = (files[file] for file in DATASETS[name].files)
-    return _dataset(name, _idx_pair(train_images, train_labels), _idx_pair(test_images, test_labels))
+    train, test = _idx_pair(train_images, train_labels), _idx_pair(test_images, test_labels)
+    first = bytes(test[1][:16].tolist()).hex()
+    for other, labels in _FIRST_LABELS.items():
+        if other != name and first == labels:
+            raise ValueError(
+                f"{test_labels}: these are the files of {other}, whose names are those of {name}'s too; "
+                f"--dataset {other}, or another --data-dir"
+            )
+    return _dataset(name, train, test)
 
 
 def _idx_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:

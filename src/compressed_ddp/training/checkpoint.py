@@ -91,8 +91,14 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        found = self.folder.glob(f"{_PREFIX}*")
+        found = self.folder.glob(f"{_PREFIX}[0-9]*")
         return sorted(path for path in found if (path / MANIFEST).is_file())
+
+    def drop_after(self, step: int) -> None:
+        """Remove checkpoints of later steps: a run that goes on from here has another future."""
+        for path in self.all():
+            if int(path.name.removeprefix(_PREFIX)) > step:
+                self._discard(path)
 
     def best(self) -> Path | None:
         """The one with the best score."""
@@ -130,7 +136,7 @@ class Checkpoints:
         if best:
             point(self.folder / BEST, done.name)
         _sync_folder(self.folder)
-        kept = {self.best(), *self.all()[-self.keep :]}
+        kept = {done, self.best(), *self.all()[-self.keep :]}
         for old in self.all():
             if old not in kept:
                 self._discard(old)
@@ -140,7 +146,7 @@ class Checkpoints:
         hidden = path.with_name(f".{path.name}-old")
         shutil.rmtree(hidden, ignore_errors=True)
         path.rename(hidden)
-        shutil.rmtree(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)  # what is left goes with the next one
 
     def _tidy(self) -> None:
         """Remove what a killed process left half-written or half-removed."""
@@ -184,7 +190,8 @@ def read(checkpoint: Path, file: str) -> dict[str, Any]:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (CheckpointError, OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"checkpoint {checkpoint} is damaged: {error}{_others(checkpoint)}") from error
-    assert isinstance(state, dict)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {file} holds a {type(state).__name__}")
     return state
 
 

@@ -12,11 +12,12 @@ from .. import data, models
 from ..types import SyncError
 from . import compare
 from .checkpoint import CheckpointError
+from .figures import TrainingDiverged
 from .flags import make_parser, parse
+from .folder import choose_folder
 from .launch import launch, set_threads
-from .loop import TrainingDiverged
 from .place import under_launcher
-from .run import choose_folder, load_data, train
+from .run import load_data, train
 
 TRAIN = """Train a model on real data, with or without compressed gradients.
 
@@ -32,17 +33,15 @@ def train_command(arguments: Sequence[str]) -> int:
         print(models.table())
         return 0
     config, _ = parse(parser, arguments)
-    if under_launcher() or config.running.workers == 1:
+    if under_launcher() or (config.running.workers == 1 and not config.running.max_restarts):
         set_threads(config.running)
         train(config)
         return 0
     # What is wrong for all of them is better said once, by nobody but us.
-    folder = choose_folder(config)
     dataset = load_data(config)
-    models.build(config.task.model, shape=dataset.shape, classes=dataset.classes)
+    models.outline(config.task.model, shape=dataset.shape, classes=dataset.classes)
     del dataset
-    resume = [] if config.running.run_dir is not None else [f"--run-dir={folder}"]
-    return launch(config.running, ["train", *arguments, *resume])
+    return launch(config.running, ["train", *arguments, f"--run-dir={choose_folder(config)}"])
 
 
 def _values(arguments: Sequence[str], flag: str) -> list[str]:
@@ -106,11 +105,13 @@ def main(command: str, arguments: Sequence[str]) -> int:
     """Run ``command``; the exit status. What a user can mend is said in a line, without a traceback."""
     try:
         return COMMANDS[command](arguments)
-    except (CheckpointError, TrainingDiverged, SyncError, OSError, ValueError, ImportError) as error:
+    except (RuntimeError, OSError, ValueError, ImportError) as error:
         if os.environ.get("COMPRESSED_DDP_TRACEBACK"):
             raise
         rank = f" rank {os.environ['RANK']}:" if under_launcher() and os.environ["RANK"] != "0" else ""
-        print(f"compressed-ddp:{rank} {error}", file=sys.stderr)
+        ours = CheckpointError, TrainingDiverged, SyncError, OSError, ValueError, ImportError
+        hint = "" if isinstance(error, ours) else " (COMPRESSED_DDP_TRACEBACK=1 shows where)"
+        print(f"compressed-ddp:{rank} {error}{hint}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

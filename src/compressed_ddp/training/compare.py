@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 
+from ..metrics import amount
 from .config import TrainConfig
 from .flags import Parser, make_parser, parse
+from .folder import SUMMARY
 from .place import under_launcher
-from .progress import amount
-from .run import SUMMARY
 
 COMPARE = """Train dense and compressed with the same seeds, one run after the other, and compare.
 
@@ -59,20 +59,21 @@ def command(arguments: Sequence[str]) -> int:
     runs = [(r, s, config.but(compress=r != 1, ratio=r, seed=s)) for s in seeds for r in ratios]
     name = f"compare-{config.task.model}-{config.task.dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
     out = Path(options.out) if options.out is not None else Path(config.running.runs) / name
-    summaries = []
+    summaries, status = [], 0
     for ratio, seed, settings in runs:
         folder = out / f"ratio-{ratio:g}-seed-{seed}"
         print(
             f"== {'dense' if ratio == 1 else f'ratio {ratio:g}'}, seed {seed} ==", file=sys.stderr, flush=True
         )
-        status = run(settings, folder)
-        if status:
-            return status
-        summaries.append({"ratio": ratio, "seed": seed} | json.loads((folder / SUMMARY).read_text()))
-    write(out, summaries)
-    print(table(summaries))
-    print(f"\nin {out}: compare.csv, curves.csv{pictures(out, summaries)}")
-    return 0
+        failed = run(settings, folder)
+        status = status or failed
+        if not failed:
+            summaries.append({"ratio": ratio, "seed": seed} | json.loads((folder / SUMMARY).read_text()))
+    if summaries:  # one that diverged does not take the others with it
+        write(out, summaries)
+        print(table(summaries))
+        print(f"\nin {out}: compare.csv, curves.csv{pictures(out, summaries)}")
+    return status
 
 
 def run(config: TrainConfig, folder: Path) -> int:
@@ -80,7 +81,12 @@ def run(config: TrainConfig, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     settings = folder / "settings.yaml"
     flat = {name: value for name, value in config.flat().items() if name not in ("run_dir", "resume")}
-    settings.write_text(yaml.safe_dump(flat, sort_keys=False))
+    text = yaml.safe_dump(flat, sort_keys=False)
+    if (folder / SUMMARY).exists():
+        if settings.read_text() != text:
+            raise ValueError(f"{folder} has a run with other settings; give another --out")
+        return 0  # done before
+    settings.write_text(text)
     program = [
         sys.executable,
         "-m",

@@ -12,7 +12,7 @@ import docstring_parser
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
 from .config import NOT_FLAGS, SECTIONS, TrainConfig
-from .run import saved_settings
+from .folder import saved_settings
 
 
 class Parser(ArgumentParser):
@@ -38,9 +38,7 @@ class Parser(ArgumentParser):
 def make_parser(prog: str, description: str) -> Parser:
     """A parser with every setting of a run, in the groups of its configuration."""
     parser = Parser(prog=prog, description=description, print_config="--print-config")
-    parser.add_argument(
-        "--config", action="config", help="A YAML file with settings; flags after it win over the file."
-    )
+    parser.add_argument("--config", action="config", help="A YAML file with settings; flags win over it.")
     for section, kind in SECTIONS.items():
         group = parser.add_argument_group(_title(kind))
         types = get_type_hints(kind)
@@ -71,10 +69,11 @@ def _title(kind: type) -> str:
 def parse(parser: Parser, arguments: Sequence[str]) -> tuple[TrainConfig, Namespace]:
     """The configuration that ``arguments`` mean, and everything that the parser found.
 
-    A run that is resumed has its own configuration for defaults. Wrong values end the program with
-    a message, as wrong flags do.
+    Flags win over files wherever they stand, and files over the defaults, which for a run that is
+    resumed are its own configuration. Wrong values end the program with a message, as wrong flags do.
     """
-    found = parser.parse_args(list(arguments))
+    arguments = _files_first(arguments)
+    found = parser.parse_args(arguments)
 
     def told(work: Callable[[], Any]) -> Any:
         try:
@@ -82,10 +81,20 @@ def parse(parser: Parser, arguments: Sequence[str]) -> tuple[TrainConfig, Namesp
         except (ValueError, RuntimeError) as error:
             parser.error(str(error))
 
+    names = TrainConfig().flat()
     if found.resume is not None:
         saved = told(lambda: saved_settings(found.resume, found.run_dir))
-        known = TrainConfig().flat()
-        parser.set_defaults({name: value for name, value in saved.items() if name in known})
-        found = parser.parse_args(list(arguments))
-    names = TrainConfig().flat()
+        parser.set_defaults({name: value for name, value in saved.items() if name in names})
+        found = parser.parse_args(arguments)
     return told(lambda: TrainConfig.from_flat({name: found[name] for name in names})), found
+
+
+def _files_first(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with every --config in front: what comes later wins."""
+    rest = list(arguments)
+    files = []
+    while "--config" in rest[:-1]:
+        at = rest.index("--config")
+        files += [rest.pop(at), rest.pop(at)]
+    glued = [argument for argument in rest if argument.startswith("--config=")]
+    return [*files, *glued, *(argument for argument in rest if argument not in glued)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,6 +139,32 @@ def pick_backend(name: str, device: torch.device) -> str:
     return name
 
 
+def meet(store: Any, rank: int, world_size: int, timeout: float) -> Any:
+    """A part of ``store`` that is of this start of the job alone.
+
+    A restarted job finds its old store, and the addresses in there are of the dead. torchrun's count
+    of restarts does not help: it may differ from host to host. So rank 0 offers a new name, and
+    goes on when all have answered; who answered a dead rank 0 sees that it is not on the list.
+    """
+    mine = uuid.uuid4().hex
+    store.set_timeout(timedelta(seconds=timeout))
+    if rank == 0:
+        store.set("offer", mine)
+        here = [store.get(f"{mine}/{other}").decode() for other in range(1, world_size)]
+        store.set(f"{mine}/all", ",".join(here))
+        return PrefixStore(mine, store)
+    end, answered = time.monotonic() + timeout, ""
+    while time.monotonic() < end:
+        offer = store.get("offer").decode()
+        if offer != answered:
+            store.set(f"{offer}/{rank}", mine)
+            answered = offer
+        if store.check([f"{offer}/all"]) and mine in store.get(f"{offer}/all").decode().split(","):
+            return PrefixStore(offer, store)
+        time.sleep(0.05)
+    raise SyncError(f"rank 0 did not gather all {world_size} workers within {timeout} s")
+
+
 @contextmanager
 def joined(running: Running, timeout: float) -> Iterator[Place]:
     """This worker's place in the job, with the process group up; it is taken down at the end."""
@@ -152,8 +180,7 @@ def joined(running: Running, timeout: float) -> Iterator[Place]:
     store: Any = HashStore()
     if here:
         store, rank, world_size = next(iter(rendezvous("env://")))
-        # A restarted job finds its old store; the addresses in there are of the dead.
-        store = PrefixStore(f"start{restarts()}", store)
+        store = meet(store, rank, world_size, timeout)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
     )

@@ -17,12 +17,14 @@ from ..metrics import Ledger
 class PlainSync:
     """DDP's own all-reduce, which adds up as without a hook, and a clock beside it.
 
-    The ledger has what a ring moves, computed, and the seconds that backward stood still, measured.
+    The ledger has what a ring moves, computed, and the seconds that backward stood still, measured:
+    with gloo, that is; nccl calls its work done when it is queued.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.stats = Ledger("plain DDP", "torch", error_feedback=False, unbiased=True)
         self.loss_scale = 1.0
+        self.error: BaseException | None = None
         self._group = model.process_group
         self._world_size = self._group.size()
         model.register_comm_hook(self, timed_all_reduce)
@@ -54,12 +56,14 @@ class PlainSync:
         future = default_hooks.allreduce_hook(self._group, bucket)
         if not bucket.is_last():
             return future
-        submitted = time.perf_counter()
+        # Runs on a thread of the process group: it must not hold the last reference to that group,
+        # whose end joins its threads. So it knows the ledger, and not this object.
+        stats, submitted = self.stats, time.perf_counter()
 
         def done(result: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             value = result.value()
-            self.stats.close_step(finite=True)
-            self.stats.exposed(time.perf_counter() - submitted)
+            stats.close_step(finite=True)
+            stats.exposed(time.perf_counter() - submitted)
             return value
 
         return future.then(done)

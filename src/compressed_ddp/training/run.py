@@ -1,26 +1,36 @@
-"""A run from its folder to its summary: what each worker process does."""
+"""A run from its first check to its summary: what each worker process does."""
 
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from .. import data
-from ..metrics import CsvTracker, JsonLinesTracker, TensorBoardTracker, Tracker, Trackers
-from . import checkpoint
-from .checkpoint import Checkpoints, find, point, run_of
+from ..metrics import CsvTracker, JsonLinesTracker, TensorBoardTracker, Tracker, Trackers, amount
+from ..types import SyncError
 from .config import TrainConfig
+from .folder import SUMMARY, choose_folder, place_folder, start_from, write_text
 from .loop import Trainer
-from .place import Place, job_id, joined, restarts
-from .progress import Progress, amount
+from .place import Place, joined, restarts
+from .progress import Progress
 from .state import restore
 
-CONFIG, JOB, SUMMARY, LAST = "config.yaml", "job.json", "summary.json", "last"
+# What may differ from worker to worker.
+_OWN = {
+    "data_dir",
+    "text",
+    "device",
+    "threads",
+    "workers",
+    "max_restarts",
+    "runs",
+    "run_dir",
+    "resume",
+    "log_json",
+}
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -30,31 +40,60 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
 
 def work(config: TrainConfig, place: Place) -> dict[str, Any]:
-    """A worker's part in a process group that is up. Rank 0 talks, and writes the run's folder."""
-    found = place.together("finding the run's folder", lambda: begin(config) if place.main else ("", ""))
-    folder, resumed = Path(place.say(found[0])), place.say(found[1])
+    """A worker's part in a process group that is up. Rank 0 talks, and writes the run's folder.
+
+    Nothing is written before the data is there, the model is built and a checkpoint was taken back.
+    """
+    agree(config, place)
     dataset = place.together("loading data", lambda: load_data(config))
+    trainer = Trainer(config, place, dataset)
     progress = Progress(
         epochs=config.optimisation.epochs, enabled=place.main, json_lines=config.running.log_json
     )
-    step = checkpoint.manifest_of(Path(resumed))["step"] if resumed else None
-    tracker = make_tracker(config, folder, step) if place.main else Trackers([])
-    trainer = None
+    tracker: Tracker = Trackers([])
     try:
-        trainer = Trainer(config, place, dataset, folder, progress, tracker)
+        found = place.together("finding the run's folder", lambda: begin(config) if place.main else ("", ""))
+        folder, resumed = Path(place.say(found[0])), place.say(found[1])
         if resumed:
             restore(trainer, Path(resumed))
+        step = trainer.at.step if resumed else None
+
+        def open_folder() -> Tracker:
+            if not place.main:
+                return Trackers([])
+            place_folder(config, folder)
+            return make_tracker(config, folder, step)
+
+        tracker = place.together("opening the run's folder", open_folder)
         progress.note(headline(config, place, trainer, dataset, resumed))
-        summary = trainer.run()
+        summary = trainer.run(folder, progress, tracker)
         if place.main:
-            write_text(folder / SUMMARY, json.dumps(summary, indent=1))
+            write_text(folder / SUMMARY, json.dumps(summary, indent=1, allow_nan=False))
             progress.summary(closing_table(summary, folder), summary | {"folder": str(folder)})
         return summary
+    except RuntimeError as error:
+        # Backward only quotes what went wrong in the thread that synchronises.
+        cause = trainer.sync.error
+        if cause is None or cause is error:
+            raise
+        raise SyncError(str(cause)) from error
     finally:
         progress.close()
         tracker.close()
-        if trainer is not None:
-            trainer.sync.close()
+        trainer.sync.close()
+
+
+def agree(config: TrainConfig, place: Place) -> None:
+    """Raises ValueError on all workers if one was started with another configuration than rank 0."""
+    mine = {name: value for name, value in config.flat().items() if name not in _OWN}
+    first = json.loads(place.say(json.dumps(mine)))
+
+    def compare() -> None:
+        for name, value in mine.items():
+            if value != first[name]:
+                raise ValueError(f"{name} is {value!r} on rank {place.rank} and {first[name]!r} on rank 0")
+
+    place.together("comparing the configuration", compare)
 
 
 def load_data(config: TrainConfig) -> data.Dataset:
@@ -70,91 +109,10 @@ def load_data(config: TrainConfig) -> data.Dataset:
     )
 
 
-# --- the run's folder --------------------------------------------------------------------------
-
-
 def begin(config: TrainConfig) -> tuple[str, str]:
-    """Make the run's folder; its name, and the checkpoint to go on from or nothing."""
+    """The run's folder, and the checkpoint to go on from or nothing."""
     folder = choose_folder(config)
-    resumed = start_from(config, folder)
-    place_folder(config, folder)
-    return str(folder), str(resumed or "")
-
-
-def choose_folder(config: TrainConfig) -> Path:
-    """Where the run lives: what was asked for, the run that goes on, or a new folder."""
-    running = config.running
-    if running.run_dir is not None:
-        folder = Path(running.run_dir)
-        if (folder / CONFIG).exists() and running.resume is None and not restarts():
-            raise ValueError(
-                f"{folder} has a run already; --resume auto goes on with it, another --run-dir begins one"
-            )
-        return folder
-    if restarts():
-        for path in Path(running.runs).glob(f"*/{JOB}"):
-            if json.loads(path.read_text()).get("job") == job_id():
-                return path.parent
-    if running.resume not in (None, "auto"):
-        return run_of(find(Path(str(running.resume))))
-    if running.resume == "auto":
-        raise ValueError("--resume auto needs --run-dir: which run should go on?")
-    return new_folder(config)
-
-
-def new_folder(config: TrainConfig) -> Path:
-    """A name that no run has yet."""
-    method = f"{config.compression.compressor}-{config.compression.ratio:g}" if config.compress else "dense"
-    name = f"{config.task.model}-{config.task.dataset}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, n = Path(config.running.runs) / name, 1
-    while folder.exists():
-        n += 1
-        folder = folder.with_name(f"{name}-{n}")
-    return folder
-
-
-def start_from(config: TrainConfig, folder: Path) -> Path | None:
-    """The checkpoint to go on from, if there is one to."""
-    own = Checkpoints(folder / "checkpoints", 1).all()
-    if restarts() and own:
-        return own[-1]
-    if config.running.resume == "auto":
-        return own[-1] if own else None
-    return find(Path(config.running.resume)) if config.running.resume is not None else None
-
-
-def place_folder(config: TrainConfig, folder: Path) -> None:
-    """Make the folder, with the configuration and the job in it, and let ``last`` lead there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    saved = {name: value for name, value in config.flat().items() if name not in ("resume", "run_dir")}
-    write_text(folder / CONFIG, yaml.safe_dump(saved, sort_keys=False))
-    write_text(folder / JOB, json.dumps({"job": job_id()}))
-    if folder.parent.resolve() == Path(config.running.runs).resolve():
-        point(folder.parent / LAST, folder.name)
-
-
-def saved_settings(resume: str, run_dir: str | None) -> dict[str, Any]:
-    """The configuration of the run that ``resume`` means; empty if there is nothing to go on with."""
-    if resume == "auto":
-        folder = None if run_dir is None else Path(run_dir)
-        if folder is None or not Checkpoints(folder / "checkpoints", 1).all():
-            return {}
-    else:
-        folder = run_of(find(Path(resume)))
-    path = folder / CONFIG
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: {folder} is not the folder of a run")
-    saved = yaml.safe_load(path.read_text())
-    if not isinstance(saved, dict):
-        raise ValueError(f"{path} is not a configuration: found {type(saved).__name__}")
-    return saved
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` at once."""
-    fresh = path.with_name(f".{path.name}-new")
-    fresh.write_text(text)
-    fresh.replace(path)
+    return str(folder), str(start_from(config, folder) or "")
 
 
 # --- what rank 0 says --------------------------------------------------------------------------
@@ -181,9 +139,7 @@ def headline(config: TrainConfig, place: Place, trainer: Trainer, dataset: data.
         f"{trainer.sync.stats.method}",
     ]
     if place.world_size == 1 and config.compress:
-        lines.append(
-            "one worker alone sends nothing: this shows what compression does to accuracy, not to time"
-        )
+        lines.append("one worker alone sends nothing, so its gradients stay whole; --workers 2 or torchrun")
     if resumed:
         lines.append(f"resumed from {resumed}")
     if restarts() and not resumed:

@@ -35,7 +35,8 @@ def rank_state(trainer: Trainer) -> dict[str, Any]:
         "sync": trainer.sync.state_dict(),
         "ledger": dataclasses.asdict(trainer.sync.stats.total),
         "moved": list(trainer.moved() or (0, 0)),
-        "sums": dataclasses.asdict(trainer.sums),
+        "sums": trainer.sums.values(),
+        "logged": trainer.logged,
         "buffers": {name: buffer.clone() for name, buffer in trainer.model.named_buffers()},
         "random": _random_state(trainer.place.device),
     }
@@ -49,23 +50,28 @@ def restore(trainer: Trainer, path: Path) -> None:
     """
     place = trainer.place
 
-    def load() -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    def load() -> tuple[dict[str, Any], dict[int, dict[str, Any]], bool]:
         shared = checkpoint.read(path, checkpoint.SHARED)
         _check(shared, trainer, path)
         old = int(checkpoint.manifest_of(path)["world_size"])
-        wanted = [place.rank] if old == place.world_size else range(old)
-        return shared, {rank: checkpoint.read(path, checkpoint.rank_file(rank)) for rank in wanted}
+        as_many = old == place.world_size
+        wanted = [place.rank] if as_many else range(old)
+        states = {rank: checkpoint.read(path, checkpoint.rank_file(rank)) for rank in wanted}
+        return shared, states, as_many
 
-    shared, states = place.together(f"reading checkpoint {path}", load)
+    shared, states, as_many = place.together(f"reading checkpoint {path}", load)
     mine = states.get(place.rank)
-    if mine is not None and len(states) == 1:
-        sync = mine["sync"]
-    else:
-        sync = _resharded([state["sync"] for state in states.values()], place.world_size, place.rank)
+    syncs = [state["sync"] for state in states.values()]
+    sync = syncs[0] if as_many else _resharded(syncs, place.world_size, place.rank)
 
     def apply() -> None:
         trainer.model.load_state_dict(shared["model"])
+        groups = trainer.optimizer.param_groups
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         trainer.optimizer.load_state_dict(shared["optimizer"])
+        # Momentum and the like are what this run was asked for, not what the saved one had.
+        for group, values in zip(trainer.optimizer.param_groups, settings, strict=True):
+            group.update(values)
         if shared["scaler"] and trainer.scaler.is_enabled():
             trainer.scaler.load_state_dict(shared["scaler"])
 
@@ -73,21 +79,32 @@ def restore(trainer: Trainer, path: Path) -> None:
     trainer.at = type(trainer.at)(**shared["position"])
     if sync:
         trainer.sync.load_state_dict(sync)
+    before = [mine] if mine is not None else list(states.values())
+    # A newcomer has sent what all had on average.
+    trainer.sync.stats.total = _mean([state["ledger"] for state in before])
+    sent, received = (sum(state["moved"][i] for state in before) // len(before) for i in (0, 1))
+    trainer.moved_before = (sent, received)
     if mine is not None:
-        trainer.sync.stats.total = StepRecord(**mine["ledger"])
-        trainer.moved_before = (mine["moved"][0], mine["moved"][1])
-        trainer.sums = type(trainer.sums)(**mine["sums"])
+        trainer.sums = type(trainer.sums)(place.device, mine["sums"])
+        trainer.logged = mine["logged"]
         for name, buffer in trainer.model.named_buffers():
             buffer.copy_(mine["buffers"][name])
         _set_random_state(mine["random"], place.device)
+
+
+def _mean(ledgers: list[dict[str, Any]]) -> StepRecord:
+    mean = {name: sum(ledger[name] for ledger in ledgers) / len(ledgers) for name in ledgers[0]}
+    counts = {name for name, value in ledgers[0].items() if isinstance(value, int)}
+    return StepRecord(**{name: int(value) if name in counts else value for name, value in mean.items()})
 
 
 def _check(shared: Mapping[str, Any], trainer: Trainer, path: Path) -> None:
     """Is this a checkpoint of the same task?"""
     try:
         config = shared["config"]
-        for name in ("model", "dataset", "block"):
-            here = getattr(trainer.config.task, name)
+        now = trainer.config.flat()
+        for name in ("model", "dataset", "block", "optimizer"):
+            here = now[name]
             if config[name] != here:
                 raise CheckpointError(
                     f"checkpoint {path} is of {name} {config[name]!r}, this run has {here!r}; leave --{name} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from compressed_ddp.training.config import Optimisation
-from compressed_ddp.training.schedule import learning_rate
+from compressed_ddp.training.optimise import learning_rate
 
 
 def rates(**settings: object) -> list[float]:

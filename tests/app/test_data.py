@@ -43,6 +43,15 @@ def write_mnist(folder: Path, train: int = 30, test: int = 10, packed: bool = Tr
     return arrays
 
 
+def test_mnist_is_not_taken_for_fashion_mnist(tmp_path: Path) -> None:
+    write_mnist(tmp_path, test=16, packed=False)
+    labels = bytes.fromhex("07020100040104090509000609000105")
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\x10" + labels)
+    assert len(load("mnist", tmp_path).test) == 16
+    with pytest.raises(ValueError, match="these are the files of mnist"):
+        load("fashion_mnist", tmp_path)
+
+
 def write_cifar(folder: Path, batches: int = 5, images: int = 4) -> list[Tensor]:
     folder.mkdir(parents=True, exist_ok=True)
     records = []

@@ -108,42 +108,44 @@ def owed(path: Path) -> Tensor:
 
 @pytest.mark.parametrize("collective", ["allgather", "sharded"])
 def test_other_numbers_of_workers(pool: Pool, tmp_path: Path, collective: str) -> None:
-    """4, then 3, then 4 workers: nothing that is owed is lost, and the order of examples goes on."""
+    """4, then 3, 4, 1 and 2 workers: nothing that is owed is lost, and the order of examples goes on."""
     settings = SMALL | {"compress": True, "ratio": 0.05, "collective": collective, "checkpoint_every": 1}
     settings |= {"limit": 240, "batch_size": 5}
     seen: list[int] = []
+    reloads = ("b", "d", "f", "h")
     before: Path | None = None
-    for name, world, steps in (("a", 4, 3), ("b", 3, 3), ("c", 3, 6), ("d", 4, 6), ("e", 4, 9)):
+    for name, world, steps in (
+        *(("a", 4, 3), ("b", 3, 3), ("c", 3, 6), ("d", 4, 6), ("e", 4, 9)),
+        *(("f", 1, 9), ("g", 1, 11), ("h", 2, 11), ("i", 2, 12)),
+    ):
         # Steps that are done already: resumed, and written again as it was found.
         resume = {} if before is None else {"resume": str(before)}
         settings_now = settings | resume | {"run_dir": str(tmp_path / name), "max_steps": steps}
-        if name in ("b", "d"):
+        if name in reloads:
             pool.run(world, reload_job, settings_now)
         else:
             pool.run(world, train_job, settings_now)
         now = find(tmp_path / name)
-        if name in ("b", "d") and before is not None:
+        if name in reloads and before is not None:
             was, is_ = owed(before), owed(now)
             assert torch.allclose(was, is_, rtol=1e-5, atol=float(was.abs().max()) * 1e-6)
-            assert float(was.abs().max()) > 0
+            assert float(was.abs().max()) > 0 or name == "h"  # a worker alone has sent all of it
         seen.append(read(now, checkpoint.SHARED)["position"]["seen"])
         before = now
-    assert seen == [60, 60, 60 + 45, 105, 104 + 60]  # 105 is not divisible by 4: one example comes again
+    # 105 is not divisible by 4: one example comes again.
+    assert seen == [60, 60, 60 + 45, 105, 104 + 60, 164, 164 + 10, 174, 174 + 10]
 
 
 def reload_job(rank: int, world: int, settings: dict[str, Any]) -> None:
     """Resume and write a checkpoint at once, without a step."""
-    from compressed_ddp.metrics import Trackers
     from compressed_ddp.training.loop import Trainer
-    from compressed_ddp.training.progress import Progress
     from compressed_ddp.training.run import load_data
     from compressed_ddp.training.state import restore
 
     config = TrainConfig.from_flat(settings)
     place = Place(rank, world, rank, torch.device("cpu"), "gloo")
-    progress = Progress(epochs=1, enabled=False, json_lines=False)
-    folder = Path(settings["run_dir"])
-    trainer = Trainer(config, place, load_data(config), folder, progress, Trackers([]))
+    trainer = Trainer(config, place, load_data(config))
+    trainer.checkpoints = Checkpoints(Path(settings["run_dir"]) / "checkpoints", 9)
     restore(trainer, Path(settings["resume"]))
     trainer.save(best=False)
     trainer.sync.close()
@@ -164,9 +166,13 @@ def test_it_learns(pool: Pool, tmp_path: Path) -> None:
         assert ring <= found["plain"]["socket_sent"] < 1.1 * ring
 
 
-def test_a_run_that_diverges_says_so(pool: Pool, tmp_path: Path) -> None:
-    settings = SMALL | {"lr": 1e30, "run_dir": str(tmp_path / "run")}
-    with pytest.raises(JobFailed, match=r"the loss is (nan|inf) at step \d+: lower --lr"):
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("keep", [0, 9])
+def test_a_run_that_diverges_says_so(pool: Pool, tmp_path: Path, precision: str, keep: int) -> None:
+    settings = SMALL | {"lr": 1e30, "run_dir": str(tmp_path / "run"), "precision": precision, "keep": keep}
+    with pytest.raises(
+        JobFailed, match=r"the loss is (nan|inf) at step \d+: lower --lr|weights are not finite"
+    ):
         pool.run(2, train_job, settings)
     assert not Checkpoints(tmp_path / "run" / "checkpoints", 1).all()
 
@@ -174,6 +180,8 @@ def test_a_run_that_diverges_says_so(pool: Pool, tmp_path: Path) -> None:
 def test_it_stops_when_it_is_good_enough(pool: Pool, tmp_path: Path) -> None:
     settings = SMALL | {"epochs": 9, "target_accuracy": 1.0, "run_dir": str(tmp_path / "a")}
     assert pool.run(1, train_job, settings)[0]["epochs"] == 1
+    # Asked to go on it knows that it was through.
+    assert pool.run(1, train_job, settings | {"resume": "auto"})[0]["epochs"] == 1
     settings = SMALL | {"epochs": 9, "patience": 2, "lr": 1e-12, "run_dir": str(tmp_path / "b")}
     assert pool.run(1, train_job, settings)[0]["epochs"] == 3
 
@@ -181,6 +189,8 @@ def test_it_stops_when_it_is_good_enough(pool: Pool, tmp_path: Path) -> None:
 def test_what_does_not_fit_is_told(pool: Pool, tmp_path: Path) -> None:
     settings = SMALL | {"epochs": 1, "compress": True, "run_dir": str(tmp_path / "a")}
     pool.run(2, train_job, settings)
+    pool.run(2, train_job, settings | {"run_dir": str(tmp_path / "other"), "compress": False})
+    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
     for change, told in (
         ({"run_dir": str(tmp_path / "a")}, "has a run already"),
         ({"resume": "auto"}, "needs --run-dir"),
@@ -189,6 +199,11 @@ def test_what_does_not_fit_is_told(pool: Pool, tmp_path: Path) -> None:
             "is of model 'simple_cnn', this run has 'resnet18'",
         ),
         ({"resume": str(tmp_path / "a"), "compress": False}, "is of a compressed run"),
+        (
+            {"resume": str(tmp_path / "a"), "optimizer": "adamw"},
+            "is of optimizer 'sgd', this run has 'adamw'",
+        ),
+        ({"resume": str(tmp_path / "a"), "run_dir": str(tmp_path / "other")}, "has a run already"),
         ({"resume": str(tmp_path)}, "has no complete checkpoint"),
         ({"dataset": "mnist", "data_dir": str(tmp_path)}, "compressed-ddp data download mnist"),
         ({"model": "gpt"}, "gpt"),
@@ -199,9 +214,85 @@ def test_what_does_not_fit_is_told(pool: Pool, tmp_path: Path) -> None:
             pool.run(2, train_job, wrong)
         assert told in caught.value.errors[0], change
         assert sorted(caught.value.errors) == [0, 1]
+    # A mistake leaves nothing behind and spoils nothing: no folder, no pointer, no other configuration.
+    assert not (tmp_path / "runs").exists()
+    assert before == {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
 
 
 def test_a_plain_run_may_go_on_compressed(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, train_job, SMALL | {"epochs": 1, "run_dir": str(tmp_path / "a")})
     more = {"resume": str(tmp_path / "a"), "run_dir": str(tmp_path / "b"), "compress": True}
     assert pool.run(2, train_job, SMALL | more)[0]["epochs"] == 2
+
+
+def scale_job(rank: int, world: int, scales: list[float]) -> list[Tensor]:
+    """Gradients divided by their loss scale after each step, and what is owed at the end."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from compressed_ddp import CompressionConfig, attach
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(40, 30))
+    sync = attach(model, CompressionConfig(ratio=0.1, min_compress_numel=0))
+    torch.manual_seed(rank)
+    found = []
+    for scale in scales:
+        model.zero_grad()
+        sync.loss_scale = scale
+        (model(torch.randn(8, 40)).square().mean() * scale).backward()  # type: ignore[no-untyped-call]
+        found += [parameter.grad / scale for parameter in model.parameters() if parameter.grad is not None]
+    found += [residual for _, residual in sorted(sync.state_dict()["residuals"].items())]
+    sync.close()
+    return found
+
+
+def test_residuals_do_not_know_the_loss_scale(pool: Pool) -> None:
+    """A scale that changes between steps, as GradScaler's does, changes no bit of what is sent or owed."""
+    plain = pool.run(2, scale_job, [1.0] * 5)
+    scaled = pool.run(2, scale_job, [1024.0, 65536.0, 2.0, 0.5, 4096.0])
+    assert same(plain, scaled)
+
+
+def differing_job(rank: int, world: int, settings: dict[str, Any]) -> None:
+    train_job(rank, world, settings | {"batch_size": 8 + rank})
+
+
+def test_workers_with_other_settings_are_told(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(JobFailed) as caught:
+        pool.run(3, differing_job, SMALL | {"run_dir": str(tmp_path / "a")})
+    assert "comparing the configuration failed on rank 1, 2" in caught.value.errors[0]
+    assert "batch_size is 9 on rank 1 and 8 on rank 0" in caught.value.errors[1]
+
+
+def test_an_older_checkpoint_begins_another_future(pool: Pool, tmp_path: Path) -> None:
+    """What came after it is gone, so that nobody goes on with it by mistake."""
+    run = {"run_dir": str(tmp_path / "a")}
+    settings = SMALL | {"checkpoint_every": 2, "keep": 9, "compress": True}
+    pool.run(2, train_job, settings | run)
+    old = tmp_path / "a" / "checkpoints" / "step-00000004"
+    pool.run(2, train_job, settings | run | {"resume": str(old), "max_steps": 5, "keep": 2})
+    names = [path.name for path in Checkpoints(tmp_path / "a" / "checkpoints", 2).all()]
+    assert names[-2:] == ["step-00000004", "step-00000005"] and find(tmp_path / "a").name == names[-1]
+
+
+def test_settings_given_at_resume_count(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, train_job, SMALL | {"epochs": 1, "run_dir": str(tmp_path / "a")})
+    more = {
+        "resume": str(tmp_path / "a"),
+        "run_dir": str(tmp_path / "b"),
+        "momentum": 0.5,
+        "weight_decay": 0.25,
+    }
+    pool.run(1, train_job, SMALL | more)
+    [group] = read(find(tmp_path / "b"), checkpoint.SHARED)["optimizer"]["param_groups"]
+    assert (group["momentum"], group["weight_decay"]) == (0.5, 0.25)
+
+
+def test_max_steps_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path) -> None:
+    """The epoch that was broken off appears once, with its figures of the whole."""
+    run = SMALL | {"run_dir": str(tmp_path / "a")}
+    pool.run(1, train_job, run | {"max_steps": 4})
+    summary = pool.run(1, train_job, run | {"resume": "auto"})[0]
+    assert [(epoch["epoch"], epoch["step"]) for epoch in summary["history"]] == [(1, 15), (2, 30)]
+    whole = pool.run(1, train_job, SMALL | {"run_dir": str(tmp_path / "b")})[0]
+    assert [e["train_loss"] for e in summary["history"]] == [e["train_loss"] for e in whole["history"]]

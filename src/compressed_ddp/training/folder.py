@@ -1,0 +1,99 @@
+"""A run's folder: where it is, what is in it besides checkpoints, and where a run goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .checkpoint import Checkpoints, find, point, run_of
+from .config import TrainConfig
+from .place import job_id, restarts
+
+CONFIG, JOB, SUMMARY, LAST = "config.yaml", "job.json", "summary.json", "last"
+
+
+def choose_folder(config: TrainConfig) -> Path:
+    """Where the run lives: what was asked for, the run that goes on, or a new folder, which is made."""
+    running = config.running
+    if running.run_dir is not None:
+        folder = Path(running.run_dir)
+        if (folder / CONFIG).exists() and not restarts() and not _goes_on_in(folder, running.resume):
+            raise ValueError(
+                f"{folder} has a run already; --resume auto goes on with it, another --run-dir begins one"
+            )
+        return folder
+    if restarts():
+        for path in Path(running.runs).glob(f"*/{JOB}"):
+            mine = not path.parent.is_symlink() and json.loads(path.read_text()).get("job") == job_id()
+            if mine:
+                return path.parent
+    if running.resume == "auto":
+        raise ValueError("--resume auto needs --run-dir: which run should go on?")
+    return new_folder(config) if running.resume is None else run_of(find(Path(running.resume)))
+
+
+def _goes_on_in(folder: Path, resume: str | None) -> bool:
+    return resume == "auto" or (resume is not None and run_of(find(Path(resume))) == folder.resolve())
+
+
+def new_folder(config: TrainConfig) -> Path:
+    """Make a folder with a name that no run has yet."""
+    method = f"{config.compression.compressor}-{config.compression.ratio:g}" if config.compress else "dense"
+    name = f"{config.task.model}-{config.task.dataset}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, n = Path(config.running.runs) / name, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:  # taken, perhaps by a run that began in the same second
+            n += 1
+            folder = folder.with_name(f"{name}-{n}")
+
+
+def start_from(config: TrainConfig, folder: Path) -> Path | None:
+    """The checkpoint to go on from, if there is one to."""
+    own = Checkpoints(folder / "checkpoints", 1).all()
+    if own and (restarts() or config.running.resume == "auto"):
+        return own[-1]
+    return find(Path(config.running.resume)) if config.running.resume not in (None, "auto") else None
+
+
+def place_folder(config: TrainConfig, folder: Path) -> None:
+    """Write the configuration and the job into the folder, and let ``last`` lead there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = {name: value for name, value in config.flat().items() if name not in ("resume", "run_dir")}
+    write_text(folder / CONFIG, yaml.safe_dump(saved, sort_keys=False))
+    write_text(folder / JOB, json.dumps({"job": job_id()}))
+    if folder.parent.resolve() == Path(config.running.runs).resolve():
+        point(folder.parent / LAST, folder.name)
+
+
+def saved_settings(resume: str, run_dir: str | None) -> dict[str, Any]:
+    """The configuration of the run that ``resume`` means; empty if there is nothing to go on with."""
+    if resume == "auto":
+        if run_dir is None or not Checkpoints(Path(run_dir) / "checkpoints", 1).all():
+            return {}
+        folder = Path(run_dir)
+    else:
+        folder = run_of(find(Path(resume)))
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: {folder} is not the folder of a run")
+    try:
+        saved = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} is not a configuration: found {type(saved).__name__}")
+    return saved
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` at once."""
+    fresh = path.with_name(f".{path.name}-new")
+    fresh.write_text(text)
+    fresh.replace(path)

@@ -1,0 +1,170 @@
+"""Every command in README and docs is run, made short, and every table is what its command makes."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from compressed_ddp import data
+from compressed_ddp.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OWN_TESTS = {"deploy.md"}  # test_deploy.py runs its commands
+# Later flags win: two steps of a tiny piece, by one worker.
+SHORT = ["--limit=12", "--batch-size=2", "--epochs=1", "--max-steps=2", "--workers=1", "--no-tensorboard"]
+TINY = ["--block=16", "--threads=1"]
+
+
+def blocks(text: str) -> list[list[str]]:
+    """The lines of every fenced block that is not in a language of its own."""
+    found: list[list[str]] = []
+    language = None
+    for line in text.splitlines():
+        if line.strip().startswith("```"):
+            language = line.strip()[3:] if language is None else None
+            found.append([])
+        elif language in ("", "sh", "bash"):
+            found[-1].append(line)
+    return found
+
+
+def commands() -> list[tuple[str, str]]:
+    """Page and command, of everything that stands in a block of its own."""
+    lines = [
+        (page.name, line.split(" #")[0].strip())
+        for page in PAGES
+        if page.name not in OWN_TESTS
+        for block in blocks(page.read_text())
+        for line in block
+    ]
+    return list(
+        dict.fromkeys(it for it in lines if re.match(r"(python|compressed-ddp|torchrun|make|pip) ", it[1]))
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone's files that commands name, and small files in the formats of the real data."""
+    folder = tmp_path_factory.mktemp("docs")
+    for name in ("configs", "examples", "experiments", "train.py"):
+        (folder / name).symlink_to(ROOT / name)
+    generator = torch.Generator().manual_seed(0)
+
+    def write(path: Path, head: bytes, size: int, most: int = 255) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        body = torch.randint(0, most + 1, (size,), generator=generator, dtype=torch.uint8)
+        path.write_bytes(
+            gzip.compress(head + bytes(body.tolist())) if path.suffix == ".gz" else bytes(body.tolist())
+        )
+
+    for name in ("mnist", "fashion_mnist"):
+        for part, count in (("train", 40), ("t10k", 10)):
+            head = count.to_bytes(4, "big")
+            images = b"\0\0\x08\x03" + head + (28).to_bytes(4, "big") * 2
+            write(folder / "data" / name / f"{part}-images-idx3-ubyte.gz", images, count * 784)
+            write(folder / "data" / name / f"{part}-labels-idx1-ubyte.gz", b"\0\0\x08\x01" + head, count, 9)
+    image = bytes([3]) + bytes(3072)
+    for name in ("data_batch_1.bin", "test_batch.bin"):
+        (folder / "data" / "cifar10").mkdir(parents=True, exist_ok=True)
+        (folder / "data" / "cifar10" / name).write_bytes(image * 20)
+    return folder
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("page", "command"), commands(), ids=lambda value: str(value)[:60])
+def test_every_command_runs(page: str, command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the pages: what resumes a run finds the one before it."""
+    monkeypatch.chdir(folder)
+    program, *arguments = shlex.split(command)
+    if program == "make":
+        for target in arguments:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+    elif program == "pip":
+        assert arguments[0] == "install" and arguments[1].startswith(".")
+    elif program == "compressed-ddp" and arguments[0] in ("train", "compare"):
+        run_application(arguments)
+    elif program == "compressed-ddp" and arguments[:2] == ["data", "download"]:
+        asked: list[str] = []
+        monkeypatch.setattr(data, "download", lambda name, folder, progress: asked.append(name) or folder)
+        assert main(arguments) == 0 and asked == [arguments[2]]
+    elif program == "compressed-ddp":
+        assert main(arguments) == 0
+    elif program == "python" and arguments[0] == "train.py":
+        run_application(["train", *arguments[1:]])
+    elif program == "python":
+        assert arguments[0].startswith("experiments/") and (ROOT / arguments[0]).exists()
+        run([sys.executable, arguments[0], "--help"])
+    else:
+        run_torchrun(arguments)
+
+
+def run_application(arguments: list[str]) -> None:
+    if "--print-config" in arguments:
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code in (0, None)
+        return
+    if "list" in arguments:
+        assert main(arguments) == 0
+        return
+    if "--resume" in arguments and "auto" not in arguments:
+        assert Path("runs/last").exists()
+    resumed, several = "--resume" in arguments, "--workers" in arguments
+    # A run of one worker that goes on with three is really started; others are, in test_commands.py.
+    short = [f for f in SHORT if not (resumed and ("--max-steps" in f or (several and "--workers" in f)))]
+    more = ["--seeds=0", "--ratios=0.1", "--threads=1"] if arguments[0] == "compare" else TINY
+    assert main([*arguments, *short, *more]) == 0
+
+
+def run_torchrun(arguments: list[str]) -> None:
+    """torchrun's own part with two workers; what is about CUDA with what is here."""
+    where = next(i for i, argument in enumerate(arguments) if argument.endswith(".py"))
+    launcher, script, flags = arguments[:where], arguments[where], arguments[where + 1 :]
+    launcher = ["--standalone", *launcher, "--nproc-per-node=2"]
+    if script == "train.py":
+        flags = [*flags, *SHORT, *TINY, "--backend=gloo"]
+    run([sys.executable, "-m", "torch.distributed.run", *launcher, script, *flags])
+
+
+def run(command: list[str]) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_are_commands() -> None:
+    found = [command for _, command in commands()]
+    for beginning in (
+        "make train",
+        "python train.py",
+        "torchrun",
+        "compressed-ddp train --resume",
+        "compressed-ddp compare",
+    ):
+        assert any(command.startswith(beginning) for command in found), beginning
+
+
+def test_the_accuracy_table_is_what_its_command_makes() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "training_accuracy", ROOT / "experiments" / "training_accuracy.py"
+    )
+    assert spec is not None and spec.loader is not None
+    sys.path.insert(0, str(ROOT / "experiments"))
+    try:
+        script = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(script)
+    finally:
+        sys.path.remove(str(ROOT / "experiments"))
+    rows = script.read(ROOT / "results" / "training_accuracy.csv")
+    assert len(rows) == 4 + 4 + 3 + 3 * (3 + 3 + 2)
+    assert script.table(rows) in (ROOT / "README.md").read_text()
