@@ -11,9 +11,12 @@ train: .venv/train.stamp
 	$(BIN)/compressed-ddp compare --config configs/digits.yaml --ratios 1,0.01
 
 # Everything with the C++ kernels; then what depends on the choice of kernels again with the torch ones.
+# Tests of one process run two at a time; those that start processes of their own, one after the other.
+ALONE := $(BIN)/python -m pytest -n 2 tests/unit tests/property tests/golden
 test: lint
-	$(BIN)/python -m pytest
-	COMPRESSED_DDP_KERNELS=reference $(BIN)/python -m pytest tests/unit tests/property tests/golden \
+	$(ALONE)
+	$(BIN)/python -m pytest tests/distributed tests/app
+	COMPRESSED_DDP_KERNELS=reference $(ALONE) \
 	  $(foreach both,unit/test_kernels unit/test_packaging unit/test_experiments property/test_same_bits,--ignore tests/$(both).py)
 
 # The same the other way round: everything with the torch kernels.

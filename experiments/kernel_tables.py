@@ -6,11 +6,10 @@ python experiments/kernel_tables.py            # writes them into docs/kernels.m
 from __future__ import annotations
 
 import csv
-import re
 import statistics
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from pages import ROOT, fill
+
 Row = dict[str, str]
 
 TAKES = {
@@ -87,22 +86,9 @@ def ledger(rows: list[Row] | None = None) -> str:
     return "\n".join(lines)
 
 
-def filled(text: str) -> str:
-    """``text`` with each table between its marks replaced."""
-    for name, table in (("take", takes()), ("codec", codecs()), ("ledger", ledger())):
-        text = re.sub(
-            rf"<!-- {name} -->.*?(?=\n\n(?!\|))",
-            lambda _, name=name, table=table: f"<!-- {name} -->\n\n{table}",
-            text,
-            count=1,
-            flags=re.DOTALL,
-        )
-    return text
-
-
 def main() -> None:
-    page = ROOT / "docs" / "kernels.md"
-    page.write_text(filled(page.read_text()))
+    for name, table in (("take", takes()), ("codec", codecs()), ("ledger", ledger())):
+        fill("docs/kernels.md", name, table)
 
 
 if __name__ == "__main__":

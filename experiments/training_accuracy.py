@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from origin import origin
+from pages import ROOT, fill
 
-ROOT = Path(__file__).resolve().parents[1]
+RESULTS_FILE = ROOT / "results" / "training_accuracy.csv"
 WORKERS, TUNE_SEED, SEEDS = 4, 100, (0, 1, 2)
 
 
@@ -174,7 +175,7 @@ def main() -> None:
     )
     parser.add_argument("--data-dir", type=Path, required=True, help="has mnist/ and fashion-mnist/ in it")
     parser.add_argument("--datasets", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "training_accuracy.csv")
+    parser.add_argument("--out", type=Path, default=RESULTS_FILE)
     args = parser.parse_args()
     about = origin() | {"command": "python experiments/training_accuracy.py --data-dir data"}
     for run in planned(args.datasets, args.out):
@@ -189,6 +190,8 @@ def main() -> None:
             writer.writerow(run._asdict() | summary | about)
         print(*run, f"{summary[TASKS[run.dataset].score]:.4f}, {summary['seconds']:.0f} s", flush=True)
     print(table(read(args.out)))
+    if args.out == RESULTS_FILE:
+        fill("README.md", "accuracy", table(read(args.out)))
 
 
 if __name__ == "__main__":

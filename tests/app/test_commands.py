@@ -173,17 +173,17 @@ def test_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--limit=96", "--epochs=1", "--keep=0", "--ratios=1,0.1", "--out=cmp", "--no-tensorboard"]
-    done = program("compare", "--workers=2", *arguments, folder=tmp_path)
+    done = program("compare", *arguments, folder=tmp_path)
     assert "dense" in done.stdout and "topk, ratio 0.1" in done.stdout
     assert {path.name for path in (tmp_path / "cmp").iterdir() if path.is_file()} == {
         *("compare.csv", "curves.csv", "accuracy_over_epochs.png", "accuracy_over_bytes.png")
     }
     csv = (tmp_path / "cmp" / "compare.csv").read_text()
-    again = in_process(["compare", "--workers=2", *arguments], 0, tmp_path, monkeypatch, capsys)
+    again = in_process(["compare", *arguments], 0, tmp_path, monkeypatch, capsys)
     assert (
         "dense" in again and (tmp_path / "cmp" / "compare.csv").read_text() == csv
     )  # nothing was trained again
-    more = in_process(["compare", "--workers=2", *arguments, "--lr=0.1"], 1, tmp_path, monkeypatch, capsys)
+    more = in_process(["compare", *arguments, "--lr=0.1"], 1, tmp_path, monkeypatch, capsys)
     assert "has a run with other settings" in more
     for wrong, told in (("1,zero", "ratios must be numbers"), ("1,2", "ratio must be in (0, 1], got 2.0")):
         assert told in in_process(["compare", f"--ratios={wrong}"], 1, tmp_path, monkeypatch, capsys)

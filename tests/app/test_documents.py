@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import os
 import re
 import shlex
@@ -11,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import experiment
 import pytest
 import torch
 
@@ -105,7 +105,7 @@ def test_every_command_runs(page: str, command: str, folder: Path, monkeypatch: 
         assert arguments[0].startswith("experiments/") and (ROOT / arguments[0]).exists()
         run([sys.executable, arguments[0], "--help"])
     else:
-        run_torchrun(arguments)
+        run_torchrun(page, arguments)
 
 
 def run_application(arguments: list[str]) -> None:
@@ -126,11 +126,12 @@ def run_application(arguments: list[str]) -> None:
     assert main([*arguments, *short, *more]) == 0
 
 
-def run_torchrun(arguments: list[str]) -> None:
-    """torchrun's own part with two workers; what is about CUDA with what is here."""
+def run_torchrun(page: str, arguments: list[str]) -> None:
+    """torchrun's own part with fewer workers; what is about CUDA with what is here."""
     where = next(i for i, argument in enumerate(arguments) if argument.endswith(".py"))
     launcher, script, flags = arguments[:where], arguments[where], arguments[where + 1 :]
-    launcher = ["--standalone", *launcher, "--nproc-per-node=2"]
+    workers = 1 if "training.md" in page else 2
+    launcher = ["--standalone", *launcher, f"--nproc-per-node={workers}"]
     if script == "train.py":
         flags = [*flags, *SHORT, *TINY, "--backend=gloo"]
     run([sys.executable, "-m", "torch.distributed.run", *launcher, script, *flags])
@@ -155,16 +156,7 @@ def test_there_are_commands() -> None:
 
 
 def test_the_accuracy_table_is_what_its_command_makes() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "training_accuracy", ROOT / "experiments" / "training_accuracy.py"
-    )
-    assert spec is not None and spec.loader is not None
-    sys.path.insert(0, str(ROOT / "experiments"))
-    try:
-        script = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(script)
-    finally:
-        sys.path.remove(str(ROOT / "experiments"))
+    script = experiment.load("training_accuracy")
     rows = script.read(ROOT / "results" / "training_accuracy.csv")
     assert len(rows) == 4 + 4 + 3 + 3 * (3 + 3 + 2)
     assert script.table(rows) in (ROOT / "README.md").read_text()

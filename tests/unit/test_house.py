@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import experiment
 import pytest
 
 import compressed_ddp
@@ -187,12 +188,7 @@ def test_readme_figures_come_from_results() -> None:
 
 def test_kernel_figures_come_from_results() -> None:
     """docs/kernels.md has the tables that its command makes of the CSV files."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("kernel_tables", ROOT / "experiments" / "kernel_tables.py")
-    assert spec is not None and spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+    tables = experiment.load("kernel_tables")
     page = (ROOT / "docs" / "kernels.md").read_text()
     for table in (tables.takes(), tables.codecs(), tables.ledger()):
         assert table in page

@@ -1,0 +1,18 @@
+"""Tables in documents that a command makes: each stands after its mark, ``<!-- name -->``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def fill(page: str, name: str, table: str) -> None:
+    """Replace the table after mark ``name`` of ``page``, which is relative to the repository."""
+    path = ROOT / page
+    marked = re.compile(rf"<!-- {name} -->\n(?:\n(?:\|.*\n)*)?", re.MULTILINE)
+    text, found = marked.subn(lambda _: f"<!-- {name} -->\n\n{table}\n", path.read_text())
+    if found != 1:
+        raise SystemExit(f"{page} has {found} marks <!-- {name} -->, not one")
+    path.write_text(text)
