@@ -57,7 +57,7 @@ RATES = (0.02, 0.05, 0.1, 0.2)
 TASKS = {
     "mnist": Task(IMAGES, RATES, 10_000, "test_accuracy", {0.01: 0.2, 0.001: 1.0}),
     "fashion_mnist": Task(IMAGES, RATES, 10_000, "test_accuracy", {0.01: 1.0, 0.001: 3.5}),
-    "text": Task(TEXT, (0.001, 0.002, 0.004), 4_000, "test_loss", {0.01: 3.0}),
+    "text": Task(TEXT, (0.001, 0.002, 0.004, 0.008), 4_000, "test_loss", {0.01: 3.0}),
 }
 
 

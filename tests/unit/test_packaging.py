@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def build(folder: Path, **environment: str) -> tuple[zipfile.ZipFile, int]:
     """The wheel that ``pip wheel .`` makes, in an isolated build, of a copy of the sources."""
     sources = folder / "sources"
-    keep = shutil.ignore_patterns(".*", "__pycache__", "tests", "results", "*.so", "*.pyd")
+    keep = shutil.ignore_patterns(".*", "__pycache__", "tests", "results", "runs", "*.so", "*.pyd")
     shutil.copytree(ROOT, sources, ignore=keep)
     command = [sys.executable, "-m", "pip", "wheel", str(sources), "--no-deps", "--wheel-dir", str(folder)]
     result = subprocess.run(
