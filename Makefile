@@ -11,11 +11,12 @@ train: .venv/train.stamp
 	$(BIN)/compressed-ddp compare --config configs/digits.yaml --ratios 1,0.01
 
 # Everything with the C++ kernels; then what depends on the choice of kernels again with the torch ones.
-# Tests of one process run two at a time; those that start processes of their own, one after the other.
+# Tests of one process run two at a time, those of the application two files at a time; others alone.
 ALONE := $(BIN)/python -m pytest -n 2 tests/unit tests/property tests/golden
 test: lint
 	$(ALONE)
-	$(BIN)/python -m pytest tests/distributed tests/app
+	$(BIN)/python -m pytest tests/distributed tests/lab
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/app
 	COMPRESSED_DDP_KERNELS=reference $(ALONE) \
 	  $(foreach both,unit/test_kernels unit/test_packaging unit/test_experiments property/test_same_bits,--ignore tests/$(both).py)
 

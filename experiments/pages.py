@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def fill(page: str, name: str, table: str) -> None:
     """Replace the table after mark ``name`` of ``page``, which is relative to the repository."""
     path = ROOT / page
-    marked = re.compile(rf"<!-- {name} -->\n(?:\n(?:\|.*\n)*)?", re.MULTILINE)
-    text, found = marked.subn(lambda _: f"<!-- {name} -->\n\n{table}\n", path.read_text())
+    marked = re.compile(rf"<!-- {name} -->\n+(?:\|.*\n)*\n*")
+    text, found = marked.subn(lambda _: f"<!-- {name} -->\n\n{table}\n\n", path.read_text())
     if found != 1:
         raise SystemExit(f"{page} has {found} marks <!-- {name} -->, not one")
     path.write_text(text)

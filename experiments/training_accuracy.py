@@ -36,7 +36,7 @@ class Task(NamedTuple):
     held_out: int
     score: str  # the column that counts
     allowed: dict[float, float]
-    """By ratio: points of accuracy, or percent of the loss, that may be lost against dense."""
+    """By ratio: points of accuracy, or percent of the loss, that may be lost against dense; the aim."""
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -140,7 +140,7 @@ def planned(datasets: list[str], path: Path) -> Iterator[Run]:
 def table(rows: list[Row]) -> str:
     """Means over seeds, and the distance to dense with what is allowed."""
     lines = [
-        "| dataset | | learning rate | test score | against dense | allowed | sent, % of dense |",
+        "| dataset | | learning rate | test score | against dense | aim | sent, % of dense |",
         "|---|---|---|---|---|---|---|",
     ]
     for dataset, task in TASKS.items():
