@@ -47,7 +47,8 @@ ARROWS: dict[str, set[str]] = {
         "models",
         "data",
     },
-    "cli": {"version", "kernels", "compression", "training"},
+    "lab": {"types", "communication", "compression", "error_feedback", "metrics", "models"},
+    "cli": {"version", "kernels", "compression", "training", "lab"},
     "__main__": {"cli"},
     "__init__": {"communication", "compression", "error_feedback", "types", "version"},
 }
