@@ -47,6 +47,7 @@ ARROWS: dict[str, set[str]] = {
         "models",
         "data",
     },
+    "lab": {"types", "communication", "metrics", "models"},
     "cli": {"version", "kernels", "compression", "training"},
     "__main__": {"cli"},
     "__init__": {"communication", "compression", "error_feedback", "types", "version"},
