@@ -24,18 +24,8 @@ from .methods import METHODS, Settings, pick
 from .run import PHASES, Figures, MethodRun
 
 COLUMNS = (
-    *(
-        "method",
-        "hosts",
-        "elements",
-        "ratio",
-        "compute_ms",
-        "repeat",
-        "steps",
-        "buckets",
-        "step_ms",
-        "cpu_ms",
-    ),
+    *("method", "hosts", "elements", "ratio", "compute_ms", "repeat", "steps", "buckets"),
+    *("step_ms", "cpu_ms"),
     *(f"{phase}_ms" for phase in PHASES),
     *("socket_sent", "socket_received", "kernels", "note", "failed"),
 )
