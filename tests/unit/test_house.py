@@ -47,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
         "models",
         "data",
     },
-    "lab": {"types", "communication", "compression", "error_feedback", "metrics", "models"},
+    "lab": {"types", "communication", "metrics", "models"},
     "cli": {"version", "kernels", "compression", "training", "lab"},
     "__main__": {"cli"},
     "__init__": {"communication", "compression", "error_feedback", "types", "version"},

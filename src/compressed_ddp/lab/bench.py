@@ -1,0 +1,190 @@
+"""The program that runs on every host of a lab: measures methods side by side.
+
+    torchrun --nproc-per-node 4 -m compressed_ddp.lab.bench --elements 2500000 --methods plain,ours-*
+
+One process a host; MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE say where they meet. Rank 0 writes
+the rows, and a table to standard error at the end. Compute is emulated (sleep); communication,
+and what compression costs, are real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from ..models import MODELS
+from .measure import COLUMNS, Bench, Plan, Row
+from .methods import METHODS, pick
+
+Write = Callable[[Row], None]
+
+
+def duration(text: str) -> float:
+    """Seconds of ``"50ms"`` or ``"0.05s"``."""
+    for unit, size in (("ms", 1e-3), ("s", 1.0)):
+        if text.endswith(unit):
+            try:
+                seconds = float(text.removesuffix(unit)) * size
+            except ValueError:
+                break
+            if 0 <= seconds < float("inf"):
+                return seconds
+            break
+    raise argparse.ArgumentTypeError(f"{text!r} is no duration: write 50ms or 0.05s")
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
+    """The options, and the plan they make; exits with a message where they make none."""
+    listed = "\n".join(f"  {name:<22}{method.about}" for name, method in METHODS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m compressed_ddp.lab.bench",
+        description=__doc__,
+        epilog=f"methods:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, plan = parser.add_argument, Plan()
+    add("--methods", default="all", help="names and patterns, with commas between (default: all)")
+    add("--model", default=plan.model, choices=sorted(MODELS), help="whose shapes (default: %(default)s)")
+    add("--elements", type=int, help="scale the model, its buckets and small tensors to so many elements")
+    add("--ratio", type=float, default=plan.ratio, help="of sparse methods (default: %(default)s)")
+    add("--compute", type=duration, default=plan.compute, help="emulated, such as 50ms (the default)")
+    add("--steps", type=int, default=plan.steps, help="that count, in each repeat (default: %(default)s)")
+    add("--warm-up", type=int, default=plan.warm_up, help="steps before them (default: %(default)s)")
+    add("--repeats", type=int, default=plan.repeats, help="of every method (default: %(default)s)")
+    add("--bucket-mb", type=float, default=plan.bucket_mb, help="DDP's buckets (default: %(default)s)")
+    add("--seed", type=int, default=plan.seed, help="of the gradients (default: %(default)s)")
+    add("--timeout", type=float, default=plan.timeout, help="seconds of silence (default: %(default)s)")
+    add("--out", default="-", help="rows go there: .csv, anything else JSON lines; - is standard output")
+    add("--announce", help="file or pipe for a JSON line before and after the steps that count; - as above")
+    add("--ack", action="store_true", help="after each announcement wait for a line on standard input")
+    options = parser.parse_args(arguments)
+    if options.ack and not options.announce:
+        parser.error("--ack waits for answers to announcements: --announce says where those go")
+    try:
+        chosen = {field.name: getattr(options, field.name) for field in fields(Plan)}
+        return options, Plan(**chosen | {"methods": tuple(pick(options.methods.split(",")))})
+    except ValueError as error:
+        parser.error(str(error))
+
+
+class Announcer:
+    """Writes events as JSON lines, and waits for a line in answer where somebody reads along."""
+
+    def __init__(self, out: TextIO, answers: TextIO | None = None) -> None:
+        self._out, self._answers = out, answers
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        print(json.dumps(event), file=self._out, flush=True)
+        if self._answers is not None and not self._answers.readline():
+            raise EOFError(f"nobody acknowledged {event}: standard input has ended")
+
+
+@contextmanager
+def _open(path: str) -> Iterator[TextIO]:
+    if path == "-":
+        yield sys.stdout
+    else:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            yield file
+
+
+def writer(out: TextIO, *, as_csv: bool) -> Write:
+    """A function that writes a row to ``out`` at once."""
+    if as_csv:
+        rows = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+        rows.writeheader()
+
+    def write(row: Row) -> None:
+        short = {name: _short(value) if name != "ratio" else value for name, value in row.items()}
+        if as_csv:
+            rows.writerow(short)
+        else:
+            print(json.dumps(short), file=out)
+        out.flush()
+
+    return write
+
+
+def _short(value: Any) -> Any:
+    """Milliseconds and bytes need no more than three decimals."""
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Median and spread of the repeats for each method, for people."""
+    lines = [
+        f"{'method':<22}{'step ms':>9}{'from':>9}{'to':>9}{'times':>7}{'cpu ms':>8}{'sent MB':>10}{'%':>8}"
+    ]
+    good = [row for row in rows if not row["failed"]]
+    plain = [row for row in good if row["method"] == "plain"]
+    for name in dict.fromkeys(row["method"] for row in rows):
+        mine = [row for row in good if row["method"] == name]
+        if not mine:
+            reason = next(row["failed"] for row in rows if row["method"] == name)
+            lines.append(f"{name:<22}failed: {reason}")
+            continue
+        ms, line = [row["step_ms"] for row in mine], f"{name:<22}"
+        line += f"{statistics.median(ms):>9.1f}{min(ms):>9.1f}{max(ms):>9.1f}"
+        line += f"{_quotient(plain, mine, 'step_ms'):>7.2f}" if plain else f"{'':>7}"
+        line += f"{_median(mine, 'cpu_ms'):>8.1f}"
+        if mine[0]["socket_sent"] is not None:
+            line += f"{_median(mine, 'socket_sent') / 1e6:>10.3f}"
+            line += f"{100 / _quotient(plain, mine, 'socket_sent'):>8.2f}" if plain else ""
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _median(rows: Sequence[Row], column: str) -> float:
+    return float(statistics.median(row[column] for row in rows))
+
+
+def _quotient(rows: Sequence[Row], others: Sequence[Row], column: str) -> float:
+    return _median(rows, column) / _median(others, column)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write, and return the exit status: 0 even if some methods cannot run here."""
+    options, plan = parse(arguments)
+    needed = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        print(f"{', '.join(missing)} not set: start it with the lab, or with torchrun", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)  # many hosts share the cores of one machine
+    # Ranks wait here while one of them finds out that a method's group is dead.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=4 * plan.timeout + 60))
+    try:
+        with ExitStack() as stack:
+            first = dist.get_rank() == 0
+            announce = None
+            if first and options.announce:
+                answers = sys.stdin if options.ack else None
+                announce = Announcer(stack.enter_context(_open(options.announce)), answers)
+            bench, rows = Bench(plan, announce), []
+            out = stack.enter_context(_open(options.out)) if first else None
+            write = writer(out, as_csv=options.out.endswith(".csv")) if out is not None else None
+            for row in bench.rows():
+                rows.append(row)
+                if write is not None:
+                    write(row)
+            if first:
+                print(table(rows), file=sys.stderr)
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
