@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -345,10 +346,12 @@ with Lab(2, "100mbit") as lab:
 def test_a_runner_that_is_ended_leaves_nothing_and_one_that_is_killed_is_cleaned_up(lab: Lab) -> None:
     ways = {signal.SIGINT: -2, signal.SIGTERM: 143, signal.SIGKILL: -9}
     command = [sys.executable, "-c", RUNNER]
-    runners = {
-        way: subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for way in ways
-    }
+
+    def heed_ctrl_c() -> None:  # a suite that runs in the background of a shell hands down that it is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    runners = {way: subprocess.Popen(command, preexec_fn=heed_ctrl_c, **pipes) for way in ways}
     labs = {}
     try:
         for way, runner in runners.items():
