@@ -42,6 +42,12 @@ class Payload(NamedTuple):
     shape: torch.Size
 
 
+def seed_of(*parts: int) -> int:
+    """A seed for what ``parts`` name, far from the seed of anything else; it fits a signed 64-bit number."""
+    text = ",".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
 class Stamp(NamedTuple):
     """Where and when a message was made: checked on arrival, and the root of all randomness.
 
@@ -59,16 +65,11 @@ class Stamp(NamedTuple):
 
     def shared_seed(self) -> int:
         """A seed that every worker derives alike (Random-K's index set)."""
-        return self._digest(self.seed, self.step, self.bucket, self.shard)
+        return seed_of(self.seed, self.step, self.bucket, self.shard)
 
     def private_seed(self) -> int:
         """A seed of this message's own (stochastic rounding)."""
-        return self._digest(*self)
-
-    @staticmethod
-    def _digest(*parts: int) -> int:
-        text = ",".join(map(str, parts)).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        return seed_of(*self)
 
 
 NO_STAMP = Stamp()
@@ -273,5 +274,6 @@ __all__ = [
     "Transport",
     "WireError",
     "check_ratio",
+    "seed_of",
     "unknown_name",
 ]

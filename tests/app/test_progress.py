@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from compressed_ddp.metrics import amount
 from compressed_ddp.training import progress as module
-from compressed_ddp.training.progress import Progress, amount
+from compressed_ddp.training.progress import Progress
 
 STEP = {
     "loss": 0.1234,

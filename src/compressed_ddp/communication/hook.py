@@ -135,30 +135,27 @@ class GradientSync:
         submitted = time.perf_counter()
 
         def work() -> None:
-            try:
-                if self.error is not None:
-                    raise SyncError(f"an earlier bucket failed: {self.error}")
-                if ready is not None:
-                    torch.cuda.current_stream(buffer.device).wait_event(ready)
-                if first:
-                    self._reducer.abandon_step()
-                if scale != 1.0:
-                    buffer.mul_(1.0 / scale)
-                self._reducer.reduce_(layout, buffer, last=last, joined=joined)
-                if scale != 1.0:
-                    buffer.mul_(scale)
-                if last:
-                    self.stats.exposed(time.perf_counter() - submitted)
-            except Exception as error:
-                if self.error is None:
-                    self.error = error
-                    self._reducer.abandon_step()
-                    self._transport.close(failed=True)
-                future.set_exception(error)  # type: ignore[arg-type]
-            else:
-                future.set_result(buffer)
+            if self.error is not None:
+                raise SyncError(f"an earlier bucket failed: {self.error}")
+            if ready is not None:
+                torch.cuda.current_stream(buffer.device).wait_event(ready)
+            if first:
+                self._reducer.abandon_step()
+            if scale != 1.0:
+                buffer.mul_(1.0 / scale)
+            self._reducer.reduce_(layout, buffer, last=last, joined=joined)
+            if scale != 1.0:
+                buffer.mul_(scale)
+            if last:
+                self.stats.exposed(time.perf_counter() - submitted)
 
-        self._worker.submit(work)
+        def failed(error: Exception) -> None:
+            if self.error is None:
+                self.error = error
+                self._reducer.abandon_step()
+                self._transport.close(failed=True)
+
+        self._worker.promise(future, buffer, work, failed)
         return future
 
     def _logical(self, name: str, residual: Tensor) -> Tensor:

@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 _IDLE_SECONDS = 0.5
 """How often an idle worker looks whether its process group still exists."""
 
@@ -34,6 +37,26 @@ class Worker:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._queue.put(work)
+
+    def promise(
+        self,
+        future: torch.futures.Future[Tensor],
+        result: Tensor,
+        work: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Queue ``work``; then ``future`` completes with ``result``, or with an error that ``failed`` saw."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                failed(error)
+                future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                future.set_result(result)
+
+        self.submit(run)
 
     def close(self, timeout: float | None = None) -> None:
         """Finish what is queued, then end the thread. Safe to call twice, and from any thread."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from ..types import seed_of
 from .dataset import Split
 
 
@@ -54,7 +54,8 @@ class Batches:
         order = torch.tensor(list(sampler), dtype=torch.int64)
         for start in range(skipped, len(order), self.batch_size):
             indices = order[start : start + self.batch_size]
-            generator = torch.Generator().manual_seed(self._digest(epoch, start * self.world_size))
+            seed = seed_of(self.seed, epoch, start * self.world_size, self.rank)
+            generator = torch.Generator().manual_seed(seed)
             yield *self.split.batch(indices, generator), (start + len(indices)) * self.world_size
 
     def _share(self) -> int:
@@ -66,10 +67,6 @@ class Batches:
             raise ValueError(f"seen counts the examples of this epoch so far, got {seen}; 0 begins it")
         # Padding can take ``seen`` past the end, and with fewer workers there is less of it.
         return self._share() if seen >= len(self.split) else seen // self.world_size
-
-    def _digest(self, epoch: int, seen: int) -> int:
-        text = f"{self.seed},{epoch},{seen},{self.rank}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def shares(split: Split, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -21,7 +21,6 @@ class DatasetInfo:
     """A row of the catalogue."""
 
     title: str
-    kind: str
     about: str
     needed: tuple[tuple[str, ...], ...] = ()
     """Groups of files; one of each group is enough. Empty for what needs no download."""
@@ -37,11 +36,10 @@ class DatasetInfo:
 
 DATASETS: dict[str, DatasetInfo] = {
     "digits": DatasetInfo(
-        "Digits", "image", "1,797 handwritten digits, 8x8 grey; part of scikit-learn, nothing to download"
+        "Digits", "1,797 handwritten digits, 8x8 grey; part of scikit-learn, nothing to download"
     ),
     "mnist": DatasetInfo(
         "MNIST",
-        "image",
         "70,000 handwritten digits, 28x28 grey",
         _IDX,
         ("mnist", "MNIST/raw", "."),
@@ -49,7 +47,6 @@ DATASETS: dict[str, DatasetInfo] = {
     ),
     "fashion_mnist": DatasetInfo(
         "Fashion-MNIST",
-        "image",
         "70,000 pieces of clothing, 28x28 grey",
         _IDX,
         ("fashion_mnist", "fashion-mnist", "FashionMNIST/raw", "."),
@@ -57,14 +54,13 @@ DATASETS: dict[str, DatasetInfo] = {
     ),
     "cifar10": DatasetInfo(
         "CIFAR-10",
-        "image",
         "60,000 photographs of ten kinds, 32x32 colour; the binary version",
         (tuple(f"data_batch_{n}.bin" for n in range(1, 6)), ("test_batch.bin",)),
         ("cifar10", "cifar-10-batches-bin", "."),
         "one training batch and the test batch are enough to begin",
     ),
     "text": DatasetInfo(
-        "Text", "text", "bytes of a file or folder of yours, or of the Python standard library's sources"
+        "Text", "bytes of a file or folder of yours, or of the Python standard library's sources"
     ),
 }
 

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..metrics import TIMES
 from ..types import check_ratio
 from .emulate import EmulatedModel, GradientPool, model_shapes, scaled_shapes
 from .methods import METHODS, Settings, pick
-from .run import PHASES, Figures, MethodRun
+from .run import Figures, MethodRun
 
 COLUMNS = (
     *("method", "hosts", "elements", "ratio", "compute_ms", "repeat", "steps", "buckets"),
     *("step_ms", "cpu_ms"),
-    *(f"{phase}_ms" for phase in PHASES),
+    *(f"{phase}_ms" for phase in TIMES),
     *("socket_sent", "socket_received", "kernels", "note", "failed"),
 )
 _TEXT = 400
@@ -193,7 +194,7 @@ class Bench:
         return {
             "step_ms": 1e3 * statistics.median(table[:, :steps].amax(0).tolist()),
             "cpu_ms": 1e3 * cpu,
-            **{f"{p}_ms": v if v is None else 1e3 * v for p, v in zip(PHASES, phases, strict=True)},
+            **{f"{p}_ms": v if v is None else 1e3 * v for p, v in zip(TIMES, phases, strict=True)},
             "socket_sent": sent,
             "socket_received": received,
         }

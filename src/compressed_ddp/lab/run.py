@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..metrics import Ledger, SocketMeter, StepRecord
+from ..metrics import TIMES, Ledger, SocketMeter, StepRecord
 from .emulate import EmulatedModel
 from .methods import Handle, Method, Settings, ledger_of
-
-PHASES = ("select", "encode", "wait", "decode", "exposed")
-"""Those of the ledger."""
 
 ONE_BUCKET_MB = 1 << 20
 """No model is larger."""
@@ -32,7 +29,7 @@ class Figures:
     cpu: list[float] = field(default_factory=list)
     sent: float = math.nan
     received: float = math.nan
-    phases: list[float] = field(default_factory=lambda: [math.nan] * len(PHASES))
+    phases: list[float] = field(default_factory=lambda: [math.nan] * len(TIMES))
     """Seconds in all steps together."""
 
     def as_tensor(self) -> Tensor:
@@ -91,7 +88,7 @@ class MethodRun:
             self.figures.sent, self.figures.received = traffic
         ledger = self._ledger()
         if ledger is not None and self._before is not None:
-            self.figures.phases = [getattr(ledger.total, p) - getattr(self._before, p) for p in PHASES]
+            self.figures.phases = [getattr(ledger.total, p) - getattr(self._before, p) for p in TIMES]
 
     def facts(self) -> dict[str, Any]:
         """What is the same on every rank: buckets, and which kernels ran if they are ours."""

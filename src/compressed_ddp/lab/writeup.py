@@ -72,16 +72,9 @@ class WriteUpSync:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
 
         def work() -> None:
-            try:
-                residual = self._residuals.setdefault(key, torch.zeros_like(buffer))
-                self._mean_(buffer, residual)
-            except Exception as error:
-                self._transport.close(failed=True)
-                future.set_exception(error)  # type: ignore[arg-type]
-            else:
-                future.set_result(buffer)
+            self._mean_(buffer, self._residuals.setdefault(key, torch.zeros_like(buffer)))
 
-        self._worker.submit(work)
+        self._worker.promise(future, buffer, work, lambda _: self._transport.close(failed=True))
         return future
 
     def _mean_(self, gradient: Tensor, residual: Tensor) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .ledger import Ledger, StepRecord, amount
+from .ledger import TIMES, Ledger, StepRecord, amount
 from .sockets import SocketMeter, Traffic
 from .trackers import CsvTracker, JsonLinesTracker, TensorBoardTracker, Tracker, Trackers
 
 __all__ = [
+    "TIMES",
     "CsvTracker",
     "JsonLinesTracker",
     "Ledger",

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 
 PHASES = ("select", "encode", "wait", "decode")
+TIMES = (*PHASES, "exposed")
+"""All seconds of a step."""
 
 
 @dataclass
@@ -109,7 +111,7 @@ class Ledger:
         ):
             lines.append(f"{label:<12}{amount(getattr(last, name)):>14}{amount(getattr(total, name)):>14}")
         lines.append(f"{'saved':<12}{last.saved():>13.2f}%{total.saved():>13.2f}%")
-        for name in (*PHASES, "exposed"):
+        for name in TIMES:
             lines.append(f"{name:<12}{getattr(last, name) * 1e3:>11.1f} ms{getattr(total, name):>12.2f} s")
         return "\n".join(lines)
 

@@ -29,10 +29,10 @@ a small network on handwritten digits that come with scikit-learn: no download.
 def train_command(arguments: Sequence[str]) -> int:
     """One run: start its workers, or be one of them."""
     parser = make_parser("compressed-ddp train", TRAIN)
-    if "list" in _values(arguments, "--model"):
+    config, _ = parse(parser, arguments)
+    if config.task.model == "list":
         print(models.table())
         return 0
-    config, _ = parse(parser, arguments)
     if under_launcher() or (config.running.workers == 1 and not config.running.max_restarts):
         set_threads(config.running)
         train(config)
@@ -42,13 +42,6 @@ def train_command(arguments: Sequence[str]) -> int:
     models.outline(config.task.model, shape=dataset.shape, classes=dataset.classes)
     del dataset
     return launch(config.running, ["train", *arguments, f"--run-dir={choose_folder(config)}"])
-
-
-def _values(arguments: Sequence[str], flag: str) -> list[str]:
-    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
-    return [after for name, after in pairs if name == flag] + [
-        name.partition("=")[2] for name in arguments if name.startswith(f"{flag}=")
-    ]
 
 
 def data_command(arguments: Sequence[str]) -> int:

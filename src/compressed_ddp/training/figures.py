@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..metrics import TIMES
+from ..models import count_parameters
+
 if TYPE_CHECKING:
     from .loop import Trainer
 
@@ -35,9 +38,13 @@ class Sums:
         return [float(value) for value in self._sums.tolist()]
 
     def means(self, since: Sequence[float] = (0.0, 0.0, 0.0)) -> tuple[float, float]:
-        """Loss, and accuracy in percent, since the values were ``since``."""
-        loss, right, counted = (now - then for now, then in zip(self.values(), since, strict=True))
-        return loss / max(counted, 1), 100 * right / max(counted, 1)
+        """As ``means`` below, since the values were ``since``."""
+        return means(*(now - then for now, then in zip(self.values(), since, strict=True)))
+
+
+def means(loss: float, right: float, counted: float) -> tuple[float, float]:
+    """Loss, and accuracy in percent, from their sums."""
+    return loss / max(counted, 1), 100 * right / max(counted, 1)
 
 
 def report(trainer: Trainer, seconds: float) -> None:
@@ -76,10 +83,7 @@ def report(trainer: Trainer, seconds: float) -> None:
                 "sync/ratio": last.bytes_sent / max(last.dense_bytes, 1),
                 "sync/residual_norm": trainer.sync.residual_norm(),
                 "time/step": seconds,
-                **{
-                    f"time/{name}": getattr(last, name)
-                    for name in ("select", "encode", "wait", "decode", "exposed")
-                },
+                **{f"time/{name}": getattr(last, name) for name in TIMES},
             },
         )
 
@@ -122,7 +126,7 @@ def summary(trainer: Trainer) -> dict[str, Any]:
         "model": trainer.config.task.model,
         "dataset": trainer.config.task.dataset,
         "method": stats.method,
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "parameters": count_parameters(trainer.model),
         "workers": place.world_size,
         "epochs": at.epoch,
         "steps": at.step,

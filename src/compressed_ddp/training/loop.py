@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import math
 import time
@@ -20,9 +19,10 @@ from ..communication import GradientSync, attach
 from ..data import Batches, Dataset, shares
 from ..metrics import SocketMeter, Tracker, Trackers
 from ..models import build
+from ..types import seed_of
 from .checkpoint import Checkpoints
 from .config import TrainConfig
-from .figures import Sums, TrainingDiverged, diverged, histograms, report, summary
+from .figures import Sums, TrainingDiverged, diverged, histograms, means, report, summary
 from .optimise import learning_rate, make_optimizer
 from .place import Place
 from .plain import PlainSync
@@ -65,7 +65,7 @@ class Trainer:
         settings = config.optimisation
         torch.manual_seed(settings.seed)  # the same weights on every worker
         self.model = build(config.task.model, shape=data.shape, classes=data.classes).to(place.device)
-        torch.manual_seed(_mixed(settings.seed, place.rank))  # dropout of its own on each
+        torch.manual_seed(seed_of(settings.seed, place.rank))  # dropout of its own on each
         # Running statistics are averaged once an epoch: in every step they would outweigh the gradients.
         self.ddp = DistributedDataParallel(
             self.model, device_ids=[place.device] if place.device.type == "cuda" else None, **_NO_BUFFERS
@@ -99,7 +99,7 @@ class Trainer:
         return summary(self)
 
     def _train_epoch(self) -> None:
-        settings, at = self.config.optimisation, self.at
+        at, running = self.at, self.config.running
         self.model.train()
         done = self._steps(0) - self._steps(at.seen)
         self.progress.start_epoch(at.epoch, self._steps(0), done)
@@ -110,13 +110,12 @@ class Trainer:
             seconds = time.perf_counter() - start
             at.step, at.seen, at.seconds = at.step + 1, group[-1][2], at.seconds + seconds
             report(self, seconds)
-            running = self.config.running
             if running.histograms and at.step % running.histograms == 0:
                 histograms(self)
             every = running.checkpoint_every
             if every and at.step % every == 0 and not self._out_of_steps() and self._steps(at.seen):
                 self.save(best=False)
-            if settings.max_steps is not None and at.step >= settings.max_steps:
+            if self._out_of_steps():
                 break
             start = time.perf_counter()
 
@@ -134,10 +133,10 @@ class Trainer:
     def _step(self, group: list[tuple[Tensor, Tensor, int]]) -> None:
         """One optimizer step on the micro-batches of ``group``; gradients travel with the last one."""
         settings, device = self.config.optimisation, self.place.device
+        progress = self.at.epoch + self.at.seen / len(self.data.train)
+        rate = learning_rate(settings, progress, self._end())
         for options in self.optimizer.param_groups:
-            options["lr"] = learning_rate(
-                settings, self.at.epoch + self.at.seen / len(self.data.train), self._end()
-            )
+            options["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         if self.scaler.is_enabled():  # asking waits for the device
             self.sync.loss_scale = self.scaler.get_scale()
@@ -197,13 +196,15 @@ class Trainer:
                 found.add(loss, outputs, targets)
         at = self.at
         sums = self.place.total([*found.values(), *self.sums.values()])
+        test_loss, test_accuracy = means(*sums[:3])
+        train_loss, train_accuracy = means(*sums[3:])
         return {
             "epoch": at.epoch + 1,
             "step": at.step,
-            "train_loss": sums[3] / max(sums[5], 1),
-            "train_accuracy": 100 * sums[4] / max(sums[5], 1),
-            "test_loss": sums[0] / max(sums[2], 1),
-            "test_accuracy": 100 * sums[1] / max(sums[2], 1),
+            "train_loss": train_loss,
+            "train_accuracy": train_accuracy,
+            "test_loss": test_loss,
+            "test_accuracy": test_accuracy,
             "seconds": at.seconds,
             "bytes_sent": self.sync.stats.total.bytes_sent,
         }
@@ -265,8 +266,3 @@ class Trainer:
 def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy, averaged over all predictions: one an image, or one a byte."""
     return nn.functional.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
-
-
-def _mixed(seed: int, rank: int) -> int:
-    """A seed for one worker, far from every other worker's of every other run's."""
-    return int.from_bytes(hashlib.blake2b(f"{seed},{rank}".encode(), digest_size=7).digest(), "little")

@@ -12,10 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-from ..metrics import amount
-
-__all__ = ["Progress", "amount"]
-
 _REDRAW = 0.1
 """Seconds between two drawings of the bar, at least."""
 

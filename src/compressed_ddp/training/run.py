@@ -10,6 +10,7 @@ import torch
 
 from .. import data
 from ..metrics import CsvTracker, JsonLinesTracker, TensorBoardTracker, Tracker, Trackers, amount
+from ..models import count_parameters
 from ..types import SyncError
 from .config import TrainConfig
 from .folder import SUMMARY, choose_folder, place_folder, start_from, write_text
@@ -131,7 +132,7 @@ def make_tracker(config: TrainConfig, folder: Path, step: int | None) -> Tracker
 
 def headline(config: TrainConfig, place: Place, trainer: Trainer, dataset: data.Dataset, resumed: str) -> str:
     """What is about to happen, in a few lines."""
-    parameters = sum(p.numel() for p in trainer.model.parameters())
+    parameters = count_parameters(trainer.model)
     workers = "1 worker" if place.world_size == 1 else f"{place.world_size} workers"
     lines = [
         f"{config.task.model}, {parameters:,} parameters, on {dataset.about}",
