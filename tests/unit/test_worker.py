@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -67,3 +69,49 @@ def test_an_idle_worker_does_not_keep_its_work_alive() -> None:
         time.sleep(0.01)
     assert reference() is None
     worker.close()
+
+
+LAST_REFERENCE = """
+import os, threading, time
+from compressed_ddp.communication.worker import Worker
+
+class Group:
+    def alive(self):
+        return True
+    def __del__(self):
+        time.sleep(0.2)  # as a process group that joins its own threads
+        os.write(1, b"let go")
+
+def main():
+    group, started = Group(), threading.Event()
+    worker = Worker(group.alive)
+    worker.submit(lambda: (started.set(), time.sleep(0.2), worker.close()))
+    started.wait()  # from here on the thread alone keeps both
+
+main()
+"""
+
+
+def test_at_exit_a_forgotten_thread_is_waited_for() -> None:
+    """What it lets go of last may need the interpreter; a shutdown in between aborts the process."""
+    result = subprocess.run([sys.executable, "-c", LAST_REFERENCE], capture_output=True, check=True)
+    assert result.stdout == b"let go"
+
+
+def test_close_waits_for_a_thread_that_is_ending_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_IDLE_SECONDS", 0.01)
+    leaving, leave = threading.Event(), threading.Event()
+
+    class Slow(threading.Thread):
+        def run(self) -> None:
+            super().run()
+            leaving.set()
+            leave.wait(10)
+
+    monkeypatch.setattr(threading, "Thread", Slow)
+    worker = Worker(lambda: False, "leaving")
+    worker.submit(lambda: None)
+    assert leaving.wait(10)
+    assert not worker.close(0.01)
+    leave.set()
+    assert worker.close(10) and ends("leaving")

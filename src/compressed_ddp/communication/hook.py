@@ -52,8 +52,8 @@ class GradientSync:
             raise
         self._reducer = Reducer(compressor, resolved, self._transport, device=device)
         self._worker = Worker(self._transport.alive)
-        # Ends the thread when this object is forgotten, and at interpreter exit.
-        weakref.finalize(self, self._worker.close, 5.0)
+        # When this object is forgotten, and at interpreter exit.
+        weakref.finalize(self, _end, self._worker, self._transport)
         self._layouts: dict[tuple[int, ...], BucketLayout] = {}
         self.error: BaseException | None = None
         """The first error of the worker thread, with its traceback; backward only quotes it."""
@@ -210,6 +210,16 @@ def attach(model: DistributedDataParallel, config: CompressionConfig | None = No
         sync.close()
         raise
     return sync
+
+
+def _end(worker: Worker, transport: TorchTransport) -> None:
+    """End the thread, then gloo's own threads.
+
+    Until they end they may hold a tensor of ours, and letting go of one takes the interpreter's
+    lock: torch aborts the process if that happens while the interpreter shuts down.
+    """
+    if worker.close(5.0) and transport.backend == "gloo":
+        transport.close()
 
 
 def _check_model(model: torch.nn.Module, parameters: Mapping[str, Tensor]) -> None:

@@ -29,12 +29,13 @@ class TorchTransport:
     def __init__(self, parent: dist.ProcessGroup | None = None, timeout: float = 60.0) -> None:
         """All ranks of ``parent`` (default: the world) must construct it together."""
         ranks = dist.get_process_group_ranks(parent or dist.group.WORLD)
+        self.backend = dist.get_backend(parent)
         self._whole = len(ranks) == dist.get_world_size()
         # Only members of ``parent`` are here, so a part of the world must not wait for the rest.
         self.group: Any = dist.new_group(
             ranks=ranks,
             timeout=timedelta(seconds=timeout),
-            backend=dist.get_backend(parent),
+            backend=self.backend,
             use_local_synchronization=not self._whole,
         )
         self.rank = dist.get_rank(self.group)
@@ -60,16 +61,19 @@ class TorchTransport:
             return False
 
     def close(self, *, failed: bool = False) -> None:
-        """Give the group back. Without effect if the user destroyed all groups already.
+        """Give the group back; if the user destroyed all groups already, only let go of it.
 
         torch names a locally synchronised group after its members and how many groups there are,
         so destroying one would let the next take its name, and its stale addresses: such a group
         lives until the user destroys them all. After a failure it goes at once, so that peers hear
         of it now and not when they time out.
         """
-        if (self._whole or failed) and self.alive():
+        alive = self.alive()
+        if self._whole or failed or not alive:
             group, self.group = self.group, None
-            dist.destroy_process_group(group)  # the last reference goes with it, and the sockets
+            if alive:
+                dist.destroy_process_group(group)
+            # The last reference goes here, and with it the sockets and gloo's threads.
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,20 @@ from torch import Tensor
 
 _IDLE_SECONDS = 0.5
 """How often an idle worker looks whether its process group still exists."""
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_all(timeout: float = 5.0) -> None:
+    """At interpreter exit: end every worker's thread, also one whose Worker is forgotten.
+
+    Its last act may be to let go of a process group. That takes the interpreter's lock, and torch
+    aborts the process if the interpreter is shutting down by then.
+    """
+    for thread, waiting in list(_threads.items()):
+        waiting.put(None)
+        thread.join(timeout)
 
 
 class Worker:
@@ -25,6 +41,7 @@ class Worker:
         self._alive, self._name = alive, name
         self._queue: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._serving = False
         self._lock = threading.Lock()
         self.closed = False
 
@@ -33,9 +50,11 @@ class Worker:
         with self._lock:
             if self.closed:
                 raise RuntimeError("this worker is closed")
-            if self._thread is None or not self._thread.is_alive():
+            if not self._serving:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                _threads[self._thread] = self._queue
                 self._thread.start()
+                self._serving = True
             self._queue.put(work)
 
     def promise(
@@ -58,16 +77,21 @@ class Worker:
 
         self.submit(run)
 
-    def close(self, timeout: float | None = None) -> None:
-        """Finish what is queued, then end the thread. Safe to call twice, and from any thread."""
+    def close(self, timeout: float | None = None) -> bool:
+        """Finish what is queued, then end the thread; whether it has ended within ``timeout``.
+
+        Safe to call twice, and from any thread.
+        """
         with self._lock:
             self.closed = True
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            # The garbage collector may run its owner's finalizer on this very thread.
-            if thread is not threading.current_thread():
-                thread.join(timeout)
+            thread = self._thread
+        if thread is None:
+            return True
+        self._queue.put(None)
+        # The garbage collector may run its owner's finalizer on this very thread.
+        if thread is not threading.current_thread():
+            thread.join(timeout)
+        return not thread.is_alive()
 
     def _run(self) -> None:
         while True:
@@ -76,7 +100,7 @@ class Worker:
             except queue.Empty:
                 with self._lock:
                     if self._queue.empty() and not self._alive():
-                        self._thread = None
+                        self._serving = False
                         return
                 continue
             if work is None:
