@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from compressed_ddp import CompressionConfig, attach
+from compressed_ddp import CompressionConfig, SplitAdam, attach
 from compressed_ddp.error_feedback.state import fold_owner_
 
 
@@ -67,11 +67,17 @@ def train(
     save_to: str | None = None,
     resume_from: str | None = None,
     check_law: bool = False,
+    split: bool = False,
 ) -> dict[str, Any]:
-    """Train with momentum SGD up to step ``steps``, from the start or from a folder of checkpoints."""
+    """Train with momentum SGD, or with ``SplitAdam``, up to step ``steps``; from the start or from a folder
+    of checkpoints."""
     model = DDP(small_model(), **({"bucket_cap_mb": 0.01} | (ddp or {})))
-    sync = attach(model, CompressionConfig(**config)) if config is not None else None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if split:
+        optimizer = SplitAdam(model.parameters(), lr=0.003, weight_decay=0.01)
+    halves = optimizer if split else None
+    sync = attach(model, CompressionConfig(**config), optimizer=halves) if config is not None else None
+    square = torch.zeros(flat(model).numel())
     true, applied = torch.zeros(2, flat(model).numel(), dtype=torch.float64)
     start, layouts = 0, set()
     if resume_from and sync is not None:
@@ -84,7 +90,11 @@ def train(
         if check_law:
             twin = copy.deepcopy(model.module)
             loss_of(twin, rank, step).backward()
-            true += flat_grad(twin)
+            wanted = flat_grad(twin)
+            if split:
+                square = 0.999 * square + 0.001 * wanted**2
+                wanted = 0.003 * wanted / ((square / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
+            true += wanted
         optimizer.zero_grad()
         loss = loss_of(model, rank, step)
         loss.backward()

@@ -13,6 +13,7 @@ from .compression import (
     get_compressor,
 )
 from .error_feedback import ErrorFeedbackBuffer, reshard_states
+from .optim import SplitAdam, SplitOptimizer
 from .types import CompressionConfig, Payload, SyncError, WireError
 from .version import __version__
 
@@ -23,6 +24,8 @@ __all__ = [
     "ErrorFeedbackBuffer",
     "GradientSync",
     "Payload",
+    "SplitAdam",
+    "SplitOptimizer",
     "SyncError",
     "TopKCompressorCPU",
     "TopKCompressorGPU",

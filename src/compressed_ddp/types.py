@@ -246,6 +246,19 @@ class Slot:
         self.old, self._new = self.new, self.old
 
 
+class SenderHalf(Protocol):
+    """What a worker makes of its own gradient before it is compressed (``optim`` has some)."""
+
+    @property
+    def memories(self) -> tuple[str, ...]:
+        """What it remembers, by name, each as large as the model."""
+        ...
+
+    def before_(self, layout: BucketLayout, bucket: Tensor, slots: Mapping[str, Slot], taken: int) -> None:
+        """Replace ``bucket``. Reads the slots' ``old`` and writes their ``new``."""
+        ...
+
+
 class CollectiveFactory(Protocol):
     """How a collective is made for one bucket."""
 
@@ -268,6 +281,7 @@ __all__ = [
     "CompressionConfig",
     "Held",
     "Payload",
+    "SenderHalf",
     "Slot",
     "Stamp",
     "SyncError",

@@ -86,6 +86,20 @@ def test_resume_is_exact(
         assert torch.equal(before["parameters"], after["parameters"])
 
 
+@WAYS
+def test_a_split_optimizer_keeps_all_three_laws(pool: Pool, way: str, tmp_path: Path) -> None:
+    """What is compressed are updates: nothing of them is lost, replicas agree, a resumed run is the same."""
+    config = {"collective": way, "ratio": 0.05}
+    whole = pool.run(3, jobs.train, config, steps=50, check_law=True, split=True)
+    for result in whole:
+        assert torch.equal(result["parameters"], whole[0]["parameters"])
+        assert result["layouts"] >= 2 and result["law"] < 1e-5 * result["scale"]
+    pool.run(3, jobs.train, config, steps=25, save_to=str(tmp_path), split=True)
+    resumed = pool.run(3, jobs.train, config, steps=50, resume_from=str(tmp_path), split=True)
+    for before, after in zip(whole, resumed, strict=True):
+        assert torch.equal(before["parameters"], after["parameters"])
+
+
 def test_resume_with_other_buckets_keeps_the_law(pool: Pool, tmp_path: Path) -> None:
     """Another bucket size after the restart: other choices, and still nothing lost."""
     config = {"collective": "sharded", "ratio": 0.02}

@@ -36,21 +36,25 @@ ARROWS: dict[str, set[str]] = {
         "compression",
         "error_feedback",
         "metrics",
+        "optim",
     },
+    "optim": {"types", "layout", "kernels"},
     "models": {"types"},
     "data": {"types"},
     "training": {
         "types",
         "communication",
+        "compression",
         "error_feedback",
         "metrics",
         "models",
         "data",
+        "optim",
     },
     "lab": {"types", "communication", "metrics", "models"},
     "cli": {"version", "kernels", "compression", "training", "lab"},
     "__main__": {"cli"},
-    "__init__": {"communication", "compression", "error_feedback", "types", "version"},
+    "__init__": {"communication", "compression", "error_feedback", "optim", "types", "version"},
 }
 
 

@@ -4,7 +4,7 @@
 
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..compression.base import BaseCompressor, check_gradient
 from ..compression.factory import from_config
 from ..layout import BucketLayout
 from ..metrics import Ledger
+from ..optim import SplitOptimizer
 from ..types import CompressionConfig, SyncError
 from .handshake import agree, fingerprint
 from .reducer import Reducer, resolve, split_by_size
@@ -31,7 +32,12 @@ class GradientSync:
     checkpoints, on every rank its own. ``close`` ends the worker thread and its process group.
     """
 
-    def __init__(self, model: DistributedDataParallel, config: CompressionConfig) -> None:
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        config: CompressionConfig,
+        optimizer: SplitOptimizer | None = None,
+    ) -> None:
         parameters = dict(model.module.named_parameters())
         device = next((p.device for p in parameters.values() if p.requires_grad), torch.device("cpu"))
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -42,7 +48,11 @@ class GradientSync:
             compressor = from_config(config, device)
             hold = config.hold_unused or (model.find_unused_parameters and not model.static_graph)
             resolved = resolve(replace(config, hold_unused=hold), compressor)
-            return (compressor, resolved), fingerprint(resolved, parameters)
+            told = fingerprint(resolved, parameters)
+            if optimizer is not None:
+                optimizer.join(parameters)
+                told["optimizer"] = optimizer.describe()
+            return (compressor, resolved), told
 
         self._transport = TorchTransport(model.process_group, config.sync_timeout)
         try:
@@ -50,7 +60,7 @@ class GradientSync:
         except BaseException:
             self._transport.close()
             raise
-        self._reducer = Reducer(compressor, resolved, self._transport, device=device)
+        self._reducer = Reducer(compressor, resolved, self._transport, device=device, sender=optimizer)
         self._worker = Worker(self._transport.alive)
         # When this object is forgotten, and at interpreter exit.
         weakref.finalize(self, _end, self._worker, self._transport)
@@ -87,7 +97,8 @@ class GradientSync:
         with ``torch.load(path, weights_only=True)``.
         """
         state = self._reducer.state_dict()
-        state["residuals"] = {name: self._logical(name, r) for name, r in state["residuals"].items()}
+        state["residuals"] = self._each(self._logical, state["residuals"])
+        state["kept"] = {what: self._each(self._logical, kept) for what, kept in state["kept"].items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -97,10 +108,12 @@ class GradientSync:
         SyncError if another rank's does not fit or is of another step; nothing is changed then.
         """
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        residuals = state.get("residuals") if isinstance(state, Mapping) else None
-        if isinstance(residuals, Mapping):
-            laid = {name: self._in_memory_order(name, r) for name, r in residuals.items()}
-            state = dict(state) | {"residuals": laid}
+        if isinstance(state, Mapping):
+            laid = self._each(self._in_memory_order, state.get("residuals"))
+            kept = state.get("kept")
+            if isinstance(kept, Mapping):
+                kept = {what: self._each(self._in_memory_order, tensors) for what, tensors in kept.items()}
+            state = {**state, **{k: v for k, v in {"residuals": laid, "kept": kept}.items() if k in state}}
         self._reducer.load_state_dict(state, shapes)
 
     def close(self) -> None:
@@ -158,6 +171,13 @@ class GradientSync:
         self._worker.promise(future, buffer, work, failed)
         return future
 
+    @staticmethod
+    def _each(change: Callable[[str, Tensor], Tensor], tensors: Any) -> Any:
+        """``change`` for every tensor by its name; what is no mapping is left for others to refuse."""
+        if not isinstance(tensors, Mapping):
+            return tensors
+        return {name: change(name, tensor) for name, tensor in tensors.items()}
+
     def _logical(self, name: str, residual: Tensor) -> Tensor:
         """DDP lays a gradient in its parameter's memory order; a state has the parameter's own."""
         parameter = self._parameters[name]
@@ -188,8 +208,16 @@ def compressed_hook(state: GradientSync, bucket: GradBucket) -> torch.futures.Fu
     return state.on_bucket(bucket)
 
 
-def attach(model: DistributedDataParallel, config: CompressionConfig | None = None) -> GradientSync:
+def attach(
+    model: DistributedDataParallel,
+    config: CompressionConfig | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> GradientSync:
     """Make ``model`` synchronise its gradients compressed. All ranks call it, before training.
+
+    ``optimizer`` is for those of ``compressed_ddp.optim``, which do half of their work before the
+    compression. Any other one needs to know nothing: it finds the mean in ``grad``, as always.
 
     Compares configuration, parameters and versions over all ranks first, and raises SyncError on
     all of them if any differ. Keep what it returns: it has the statistics and the state.
@@ -203,7 +231,12 @@ def attach(model: DistributedDataParallel, config: CompressionConfig | None = No
         raise TypeError(
             f"attach needs a CompressionConfig, got {config!r}; CompressionConfig(compressor=...)"
         )
-    sync = GradientSync(model, config or CompressionConfig())
+    if optimizer is not None and not isinstance(optimizer, SplitOptimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} does nothing before compression: leave optimizer= out, or use one "
+            "of compressed_ddp.optim"
+        )
+    sync = GradientSync(model, config or CompressionConfig(), optimizer)
     try:
         model.register_comm_hook(sync, compressed_hook)
     except BaseException:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..compression import BaseCompressor
 from ..error_feedback import ErrorFeedbackBuffer
-from ..error_feedback.state import STATE_FORMAT, SavedBucket, check_state, fold_owner_
+from ..error_feedback.state import STATE_FORMAT, SavedBucket, check_kept, check_state, fold_owner_
 from ..kernels import describe
 from ..kernels.reference import all_finite
 from ..layout import BucketLayout
@@ -22,6 +22,8 @@ from ..types import (
     Collective,
     CollectiveFactory,
     CompressionConfig,
+    Held,
+    SenderHalf,
     Slot,
     Stamp,
     Transport,
@@ -58,8 +60,10 @@ class Reducer:
         transport: Transport,
         memory: ErrorFeedbackBuffer | None = None,
         device: torch.device | None = None,
+        sender: SenderHalf | None = None,
     ) -> None:
-        """``device`` is where start-up messages travel from; gradients say their own."""
+        """``device`` is where start-up messages travel from; gradients say their own. ``sender`` works on
+        them before they are compressed."""
         self.compressor = compressor
         self._device = device or torch.device("cpu")
         self.config = resolve(config, compressor)
@@ -70,6 +74,11 @@ class Reducer:
             _method(self.config, compressor), describe(self._device), feedback, compressor.unbiased
         )
         self.step = 0
+        self.taken = 0
+        """Steps that counted: nobody's gradient was NaN or infinite."""
+        self._sender = sender
+        self.kept = {name: ErrorFeedbackBuffer() for name in sender.memories} if sender else {}
+        """What the sender's half remembers."""
         self._lanes: dict[BucketLayout, _Lane] = {}
         self._order: list[BucketLayout] = []
         self._plan: list[SavedBucket] = []
@@ -93,7 +102,9 @@ class Reducer:
             else:
                 self._reduce_parts_(layout, parts, bucket, joined)
         elif layout.numel > 0:
+            self._send_(layout, bucket, self._unused(layout, bucket))
             self._pay_(layout, bucket)
+            self._finite &= not self._touched or all_finite(bucket)
         if last:
             self._end_step()
 
@@ -107,6 +118,8 @@ class Reducer:
         stamp = Stamp(self.config.seed, self.step, len(self._seen), sender=self.transport.rank)
         self._seen.append(layout)
         held = [(0, layout.numel)] if joined else self._unused(layout, bucket)
+        with self.stats.phase("select"):
+            self._send_(layout, bucket, held)
         self._finite &= lane.collective.mean_(bucket, memory, stamp, self.stats, held)
         self._touched += lane.collective.slots
         if memory is not None:
@@ -129,19 +142,30 @@ class Reducer:
             return []
         return [(a, b) for a, b in pairwise(layout.offsets) if not bool(bucket[a:b].any())]
 
+    def _send_(self, layout: BucketLayout, bucket: Tensor, held: Held) -> None:
+        """The sender's half of the optimizer; it forgets nothing where there was no gradient."""
+        if self._sender is None:
+            return
+        slots = {name: kept.open(layout, bucket.device) for name, kept in self.kept.items()}
+        self._sender.before_(layout, bucket, slots, self.taken)
+        for slot in slots.values():
+            for a, b in held:
+                slot.new[a:b] = slot.old[a:b]
+        self._touched += slots.values()
+
     def _pay_(self, layout: BucketLayout, bucket: Tensor) -> None:
         """Alone there is nothing to send: what an earlier, larger job still owed is applied now."""
         if any(name in self.memory for name in layout.names):
             slot = self.memory.open(layout, bucket.device)
             bucket += slot.old
             slot.new.zero_()
-            self._finite &= all_finite(bucket)
             self._touched.append(slot)
 
     def _end_step(self) -> None:
         if self._finite:
             for slot in self._touched:
                 slot.commit()
+            self.taken += 1
         if self._seen:
             self._order = self._seen
         self.stats.collectives = {}
@@ -201,10 +225,12 @@ class Reducer:
         return {
             "format": STATE_FORMAT,
             "step": self.step,
+            "taken": self.taken,
             "rank": self.transport.rank,
             "world_size": self.transport.world_size,
             "config": self.config.as_dict(),
             "residuals": self.memory.state_dict(),
+            "kept": {name: kept.state_dict() for name, kept in self.kept.items()},
             "buckets": [bucket.as_dict() for bucket in buckets],
         }
 
@@ -217,6 +243,7 @@ class Reducer:
 
         def prepare() -> tuple[list[SavedBucket], dict[str, Any]]:
             plan = check_state(state, self.transport.rank, self.transport.world_size, shapes)
+            check_kept(state, self.kept)
             if not self.config.error_feedback and any(bool(r.any()) for r in state["residuals"].values()):
                 raise ValueError(
                     "state holds residuals, but error_feedback is off: they would never be sent. Turn it "
@@ -227,7 +254,9 @@ class Reducer:
 
         self._plan = agree(self.transport, self._device, prepare)
         self.memory.load_state_dict(state["residuals"])
-        self.step = int(state["step"])
+        for name, kept in self.kept.items():
+            kept.load_state_dict(state["kept"][name])
+        self.step, self.taken = int(state["step"]), int(state["taken"])
         self._lanes, self._order = {}, []
         self.abandon_step()
 

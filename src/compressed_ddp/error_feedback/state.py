@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..layout import BucketLayout, Partition
 
-STATE_FORMAT = 1
-_FIELDS = ("format", "step", "rank", "world_size", "config", "residuals", "buckets")
+STATE_FORMAT = 2
+_FIELDS = ("format", "step", "taken", "rank", "world_size", "config", "residuals", "kept", "buckets")
 
 
 @dataclass
@@ -43,19 +43,31 @@ def check_state(
     """The buckets of ``state``; raises ValueError, with the way out, unless it fits this rank of this job."""
     _check_origin(state, rank, world_size)
     try:
-        for name, residual in state["residuals"].items():
-            check_tensor(f"residual of {name!r}", residual)
-            if name not in shapes:
-                raise ValueError(f"state has a residual for {name!r}, which this model does not have")
-            if residual.shape != shapes[name]:
-                found, wanted = tuple(residual.shape), tuple(shapes[name])
-                raise ValueError(f"residual of {name!r} has shape {found}, the parameter {wanted}")
+        for what, tensors in {"residual": state["residuals"], **state["kept"]}.items():
+            for name, tensor in tensors.items():
+                check_tensor(f"{what} of {name!r}", tensor)
+                if name not in shapes:
+                    raise ValueError(f"state has a {what} for {name!r}, which this model does not have")
+                if tensor.shape != shapes[name]:
+                    found, wanted = tuple(tensor.shape), tuple(shapes[name])
+                    raise ValueError(f"{what} of {name!r} has shape {found}, the parameter {wanted}")
         buckets = [SavedBucket.from_dict(bucket) for bucket in state["buckets"]]
         for bucket in buckets:
             _check_bucket(bucket, rank, world_size, shapes)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"damaged state: {type(error).__name__} {error}") from error
     return buckets
+
+
+def check_kept(state: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises ValueError unless ``state`` was saved with the optimizer that this run has."""
+    saved, here = sorted(state["kept"]), sorted(names)
+    if saved != here:
+        raise ValueError(
+            f"state was saved with an optimizer that keeps {', '.join(saved) or 'nothing'} before "
+            f"compression, this one keeps {', '.join(here) or 'nothing'}: attach the same one, or start "
+            "without a state"
+        )
 
 
 def _check_bucket(bucket: SavedBucket, rank: int, world_size: int, shapes: Mapping[str, torch.Size]) -> None:
@@ -111,8 +123,9 @@ def reshard_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list
     """All ranks' states of one job, in rank order, made to fit a job of ``world_size`` workers.
 
     What is still owed to the mean is conserved: a survivor's residual becomes
-    ``(e + what the leavers owe / P') * P' / P``, a newcomer starts with nothing. Returns new
-    states; with the same number of workers they are the old ones, bit for bit.
+    ``(e + what the leavers owe / P') * P' / P``, a newcomer owes nothing. What an optimizer keeps
+    before compression stays with its worker; a newcomer has the mean of all. Returns new states;
+    with the same number of workers they are the old ones, bit for bit.
     """
     old = len(states)
     ranks = [state.get("rank") for state in states]
@@ -136,11 +149,24 @@ def reshard_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list
             for debt in left:
                 total += debt / world_size
             residuals[name] = total * (world_size / old)
+        kept = states[rank]["kept"] if rank < old else _mean([state["kept"] for state in states])
         new.append(
             dict(states[min(rank, old - 1)])
-            | {"rank": rank, "world_size": world_size, "residuals": residuals, "buckets": []}
+            | {"rank": rank, "world_size": world_size, "residuals": residuals, "kept": kept, "buckets": []}
         )
     return new
+
+
+def _mean(kept: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
+    """Every tensor's mean over all that have it."""
+    names = {what: sorted({name for each in kept for name in each[what]}) for what in kept[0]}
+    return {
+        what: {
+            name: torch.stack([each[what][name] for each in kept if name in each[what]]).mean(0)
+            for name in every
+        }
+        for what, every in names.items()
+    }
 
 
 def _folded(state: Mapping[str, Any]) -> dict[str, Tensor]:

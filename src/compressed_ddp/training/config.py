@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from ..compression.factory import from_config
 from ..types import CompressionConfig, unknown_name
 
 Optimizer = Literal["sgd", "adam", "adamw", "rmsprop"]
 Schedule = Literal["constant", "cosine", "linear", "step"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
+ADAMS = ("adam", "adamw")
 LEARNING_RATES = {"sgd": 0.05, "adam": 0.001, "adamw": 0.001, "rmsprop": 0.0005}
 
 
@@ -156,6 +158,9 @@ class Compress:
 
     compress: bool = False
     """Compress gradients, as the settings below say. Otherwise: plain DistributedDataParallel."""
+    split_optimizer: bool | None = None
+    """adam, adamw: each worker divides by its own second moment before compression, and there is no first
+    one. Default: where entries wait in a residual, because there the usual order loses much."""
 
 
 SECTIONS: dict[str, type] = {
@@ -179,9 +184,26 @@ class TrainConfig:
     switch: Compress = field(default_factory=Compress)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
 
+    def __post_init__(self) -> None:
+        if self.switch.split_optimizer and not (self.compress and self.optimisation.optimizer in ADAMS):
+            raise ValueError(
+                "split_optimizer needs compress and optimizer adam or adamw; leave it out otherwise"
+            )
+
     @property
     def compress(self) -> bool:
         return self.switch.compress
+
+    @property
+    def split(self) -> bool:
+        """Whether half of the optimizer's work is done before compression."""
+        if not self.compress or self.optimisation.optimizer not in ADAMS:
+            return False
+        if self.switch.split_optimizer is not None:
+            return self.switch.split_optimizer
+        compressor = from_config(self.compression)
+        feedback = self.compression.error_feedback
+        return (not compressor.unbiased if feedback is None else feedback) and compressor.quota(1000) < 1000
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> TrainConfig:

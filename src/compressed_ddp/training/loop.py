@@ -70,10 +70,12 @@ class Trainer:
         self.ddp = DistributedDataParallel(
             self.model, device_ids=[place.device] if place.device.type == "cuda" else None, **_NO_BUFFERS
         )
+        self.optimizer = make_optimizer(settings, self.model, split=config.split)
         self.sync: GradientSync | PlainSync = (
-            attach(self.ddp, config.compression) if config.compress else PlainSync(self.ddp)
+            attach(self.ddp, config.compression, optimizer=self.optimizer if config.split else None)
+            if config.compress
+            else PlainSync(self.ddp)
         )
-        self.optimizer = make_optimizer(settings, self.model)
         self.scaler = torch.amp.GradScaler(place.device.type, enabled=settings.precision == "fp16")
         self.batches = Batches(
             data.train, settings.batch_size, rank=place.rank, world_size=place.world_size, seed=settings.seed
@@ -150,7 +152,7 @@ class Trainer:
                 scaled: Tensor = self.scaler.scale(loss * (len(targets) / examples))
                 scaled.backward()  # type: ignore[no-untyped-call]
             self.sums.add(loss, outputs, targets)
-        if settings.clip_norm is not None:
+        if settings.clip_norm is not None and not self.config.split:  # else each worker did it before
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
         self.scaler.step(self.optimizer)

@@ -1,0 +1,121 @@
+"""What an optimizer needs that works on both sides of the compression."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.reference import all_finite
+from ..layout import BucketLayout
+from ..types import Slot
+
+
+class Memory(NamedTuple):
+    """A part of what is remembered about a run of parameters: read ``old``, write ``new``."""
+
+    old: Tensor
+    new: Tensor
+
+
+class SplitOptimizer(torch.optim.Optimizer):
+    """An optimizer in two halves; hand it to ``attach(model, config, optimizer=...)``.
+
+    ``local_`` turns a worker's own gradient into what that worker would do, learning rate included;
+    this is what is compressed, and what the residual holds. ``step`` applies the mean, which it finds
+    in ``grad``. What ``local_`` remembers lies with the residuals: it is part of a step's transaction
+    and of ``GradientSync.state_dict``.
+    """
+
+    memories: ClassVar[tuple[str, ...]] = ()
+    """Names of what ``local_`` remembers, each as large as the model; zeros at first."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], max_norm: float | None = None) -> None:
+        """``max_norm``: a worker scales its own gradient down to this norm where it is larger.
+
+        Buckets come one by one, so each is held to its share of the norm, by its share of elements.
+        """
+        for name in ("lr", "weight_decay"):
+            if not 0.0 <= defaults[name] < math.inf:
+                raise ValueError(f"{name} must be 0 or more, got {defaults[name]}")
+        if max_norm is not None and not 0.0 < max_norm < math.inf:
+            raise ValueError(f"max_norm must be positive, got {max_norm}; leave it out for none")
+        super().__init__(params, defaults)
+        self.max_norm = max_norm
+        self._group_of: dict[str, int] = {}
+        self._numel = 0
+
+    def join(self, parameters: Mapping[str, Tensor]) -> None:
+        """Learn the parameters' names; ``attach`` calls it."""
+        groups = {id(p): at for at, group in enumerate(self.param_groups) for p in group["params"]}
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        missing = [name for name, p in trained.items() if id(p) not in groups]
+        if missing:
+            raise ValueError(
+                f"the optimizer does not have parameter {missing[0]!r}: build it on the parameters of the "
+                "model that attach gets, or freeze those it shall not train (requires_grad_(False))"
+            )
+        self._group_of = {name: groups[id(p)] for name, p in trained.items()}
+        self._numel = sum(p.numel() for p in trained.values())
+
+    def describe(self) -> dict[str, Any]:
+        """What must be equal on all workers."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        return {"kind": type(self).__name__, "max_norm": self.max_norm, "groups": groups}
+
+    def before_(self, layout: BucketLayout, bucket: Tensor, slots: Mapping[str, Slot], taken: int) -> None:
+        """Replace a bucket of gradients by what this worker would do; ``taken`` steps were taken before.
+
+        What comes out is not finite wherever the gradient, or what would be remembered of it, is not.
+        """
+        gradient = bucket.to(torch.float32)
+        if self.max_norm is not None:
+            limit = self.max_norm * math.sqrt(layout.numel / self._numel)
+            # Without a look at the norm from here: that would wait for the device.
+            gradient *= (limit / gradient.norm()).clamp(max=1.0)
+        for start, stop, options in self._runs(layout):
+            mine = {name: Memory(slot.old[start:stop], slot.new[start:stop]) for name, slot in slots.items()}
+            self.local_(gradient[start:stop], mine, options, taken)
+        if not all(all_finite(slot.new) for slot in slots.values()):
+            gradient.fill_(torch.nan)
+        if gradient is not bucket:
+            bucket.copy_(gradient)
+
+    def local_(
+        self, gradient: Tensor, memory: Mapping[str, Memory], options: Mapping[str, Any], taken: int
+    ) -> None:
+        """Overwrite ``gradient`` (flat, float32) with the change this worker wants, to be subtracted."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Subtract what the workers agreed on; weight decay is decoupled, as in AdamW."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._group_of:
+            raise RuntimeError(
+                f"{type(self).__name__} works in two halves and the first one never ran: "
+                "pass it to attach(model, config, optimizer=...)"
+            )
+        for group in self.param_groups:
+            moved = [p for p in group["params"] if p.grad is not None]
+            if not moved:
+                continue
+            if group["weight_decay"]:
+                torch._foreach_mul_(moved, 1.0 - group["lr"] * group["weight_decay"])
+            torch._foreach_sub_(moved, [p.grad for p in moved])
+        return loss
+
+    def _runs(self, layout: BucketLayout) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+        """Stretches of the bucket whose parameters are in one group: start, stop, its options."""
+        groups = [self._group_of[name] for name in layout.names]
+        start = 0
+        for at, group in enumerate(groups):
+            if at + 1 == len(groups) or groups[at + 1] != group:
+                yield layout.offsets[start], layout.offsets[at + 1], self.param_groups[group]
+                start = at + 1
