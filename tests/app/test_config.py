@@ -56,6 +56,32 @@ def test_the_runs_seed_is_the_compressors_too() -> None:
     assert config_of("--seed", "5").compression.seed == 5
 
 
+@pytest.mark.parametrize(
+    ("flags", "split"),
+    [
+        ("--compress --optimizer adamw", True),
+        ("--compress --optimizer adam --ratio 0.1", True),
+        ("--compress --optimizer adamw --split-optimizer false", False),
+        ("--compress --optimizer adamw --ratio 1", False),
+        ("--compress --optimizer adamw --error-feedback false", False),
+        ("--compress --optimizer adamw --compressor qsgd", False),
+        ("--compress --optimizer adamw --compressor fp16", False),
+        ("--compress --optimizer sgd", False),
+        ("--optimizer adamw", False),
+    ],
+)
+def test_adam_is_split_where_entries_wait(flags: str, split: bool) -> None:
+    assert config_of(*flags.split()).split is split
+
+
+@pytest.mark.parametrize(
+    "settings", [{"optimizer": "adamw"}, {"compress": True, "optimizer": "sgd"}], ids=str
+)
+def test_only_a_compressed_adam_can_be_split(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="split_optimizer needs compress and optimizer adam"):
+        TrainConfig.from_flat(settings | {"split_optimizer": True})
+
+
 def test_flat_and_back() -> None:
     config = config_of(
         "--compress", "--ratio", "0.1", "--clip-norm", "1", "--optimizer", "adamw", "--seed", "3"

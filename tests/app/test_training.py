@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import same
 from pool import JobFailed, Pool
 from torch import Tensor
 
@@ -41,17 +42,6 @@ def states(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equal, down to the bits of tensors."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list):
-        return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
 def test_same_compares_tensors() -> None:
     assert same({"a": [torch.ones(2)]}, {"a": [torch.ones(2)]})
     assert not same({"a": [torch.ones(2)]}, {"a": [torch.zeros(2)]})
@@ -62,6 +52,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "topk": {"compress": True, "ratio": 0.05, "collective": "allgather"},
     "sharded": {"compress": True, "ratio": 0.05, "collective": "sharded", "accumulate": 2, "clip_norm": 1.0},
     "adamw": {"compress": True, "optimizer": "adamw", "schedule": "cosine", "warmup": 0.5, "values": "int4"},
+    "adamw, clipped": {"compress": True, "optimizer": "adamw", "clip_norm": 1.0, "precision": "fp16"},
+    "adamw, behind": {"compress": True, "optimizer": "adamw", "split_optimizer": False},
     "fp16": {"compress": True, "ratio": 0.1, "precision": "fp16"},
     "bf16": {"compress": True, "ratio": 0.1, "precision": "bf16"},
     "batch norm": {"compress": True, "model": "resnet18", "limit": 24, "batch_size": 2, "epochs": 1},

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import same
 from torch import Tensor, nn
 
 from compressed_ddp import CompressionConfig, SplitAdam, SplitOptimizer, reshard_states
@@ -43,15 +44,6 @@ def reducer(net: Transport, sender: SplitOptimizer, **options: Any) -> Reducer:
 def give(named: dict[str, nn.Parameter], flat: Tensor) -> None:
     for name, view in LAYOUT.views(flat).items():
         named[name].grad = view.clone()
-
-
-def same(a: object, b: object) -> bool:
-    """Whether two states have the same structure and bits."""
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
 
 
 @pytest.mark.parametrize("world", [1, 2])
