@@ -167,8 +167,8 @@ def test_a_bucket_waits_for_backward_and_for_the_one_before() -> None:
 def test_own_cores_by_hand() -> None:
     """8 Mbit/s: 1 MB is a second. CPU: 0.2 s, of which 1 MB at 0.1 us a byte is 0.1 s for moving."""
     buckets = [Bucket(75, 0.0), Bucket(25, 0.05)]
-    rounds = 1e-4 * METHODS["plain"].rounds(3)
-    assert rounds == pytest.approx(4e-4)
+    rounds = 5e-5 * METHODS["plain"].rounds(3)
+    assert rounds == pytest.approx(2e-4)
     found = own_cores(3, "plain", 0.2, 1e6, 8e6, buckets, 1e-7)
     assert found == pytest.approx(0.1 + 1.0 + 2 * rounds)
     # Where moving bytes takes longer than the wire, it counts instead: 0.1 s against 0.01 s.

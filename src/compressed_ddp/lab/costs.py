@@ -15,9 +15,10 @@ ready (timeline.py), for
     s cpu + norm(wire, s move bytes) + s round messages
 
 where s is how many hosts share a core, norm(x, y) = (x^3 + y^3)^(1/3) because moving bytes and the wire
-overlap, and messages are those that wait for one another. Backward itself takes as long as its emulated
-compute, or as copying gradients takes on shared cores. And no step is shorter than the CPU time of all
-hosts on all cores. What is fitted is in ``PARAMETERS``; nothing else is.
+overlap, and messages are those that wait for one another (an exchange with all others at once counts as
+P - 1). Backward itself takes as long as its emulated compute, or as its own work (begin, copy N) takes on
+shared cores. And no step is shorter than the CPU time of all hosts on all cores. What is fitted is in
+``PARAMETERS``; nothing else is.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from .measure import Plan
 from .timeline import ELEMENT, Bucket, buckets_of, step_seconds
 
 PARAMETERS: dict[str, tuple[float, str]] = {
+    "begin": (5e-3, "s/step"),
     "copy": (1.2e-9, "s/element"),
     "move": (1.1e-9, "s/byte"),
     "round": (1e-4, "s/message"),
@@ -167,7 +169,12 @@ def cpu_seconds(case: Case, fitted: Parameters) -> float:
     work, elements = work_of(case), sum(bucket.elements for bucket in case.buckets)
     codec = sum(fitted[name] * count for name, count in work.cpu.items())
     tasks = fitted["task"] * work.tasks * len(case.buckets)
-    return codec + tasks + fitted["copy"] * elements + fitted["move"] * wire_bytes(case)
+    return codec + tasks + _emulation(elements, fitted) + fitted["move"] * wire_bytes(case)
+
+
+def _emulation(elements: int, fitted: Parameters) -> float:
+    """CPU of the emulated backward pass itself: its layers, and copying gradients."""
+    return fitted["begin"] + fitted["copy"] * elements
 
 
 def predict(case: Case, fitted: Parameters, cores: int | None = None) -> float:
@@ -181,7 +188,7 @@ def predict(case: Case, fitted: Parameters, cores: int | None = None) -> float:
     each = shared * (fitted["round"] * work.messages + fitted["task"] * work.tasks)
     late = 1.0  # on hosts of their own, compute is what makes gradients
     if cores is not None and case.compute:
-        late = max(1.0, shared * fitted["copy"] * elements / case.compute)
+        late = max(1.0, shared * _emulation(elements, fitted) / case.compute)
     ready = [bucket._replace(ready=late * bucket.ready) for bucket in buckets]
     parts = [each + bucket.elements / elements * (shared * codec + exchange) for bucket in buckets]
     step = step_seconds(ready, parts)
@@ -209,8 +216,9 @@ CPU_WEIGHT = 0.3
 """CPU is measured well, but it is the step that is to be predicted."""
 USUAL = 0.1
 """Errors well beyond this share count by their size, not by its square: a machine is disturbed at times."""
-HOLD = 0.03
-"""How much a parameter costs that is e times what the search began with: nothing beside what is measured."""
+HOLD = 0.1
+"""How much a parameter costs that is e times what the search began with: as a step that is 10 % off. Rows of
+one size cannot tell a cost by bucket from one by element, and noise would then drive either to nothing."""
 
 
 def fit(samples: Sequence[Sample], cores: int | None = None, rounds: int = 60) -> dict[str, float]:

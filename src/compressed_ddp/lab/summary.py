@@ -9,13 +9,13 @@ where every host has a core for compute and one for synchronising, on links of t
     codec    the rest: selecting, packing, rounding, factorising
     wire     bytes at the interface * 8 / rate
 
-    a bucket's work = codec + rounds * 0.1 ms + max(wire, network)
+    a bucket's work = codec + rounds * 0.05 ms + max(wire, network)
 
 The wire is shared out over the buckets by their elements; CPU by elements or evenly, whichever makes
 the step longer. A bucket is worked on when backward has made it and the one before it is done; the
 step ends with the last. Compression is never taken to overlap with
 sending, which real runs do in part; moving bytes is, because TCP does. `rounds` are messages that
-wait for one another, with a usual Ethernet's 0.1 ms each; the lab itself has no latency of its own.
+wait for one another, with a usual Ethernet's 0.05 ms each; the lab itself has no latency of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .measure import Plan, Row
 from .methods import METHODS
 from .timeline import Bucket, buckets_of, step_seconds
 
-ROUND = 1e-4
+ROUND = 5e-5
 """Seconds from a message to the one that waited for it, on a usual Ethernet."""
 
 
