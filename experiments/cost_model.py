@@ -124,7 +124,7 @@ def break_even(rows: Sequence[Row], workers: int, methods: Sequence[str]) -> flo
     return max(winning) if winning else None
 
 
-def plot(rows: Sequence[Row], path: Path, ratio: float, compute: float) -> None:
+def plot(rows: Sequence[Row], path: Path, ratio: float, compute: float, latency: float) -> None:
     """Where compression wins: gain of the better of ours by workers and rate, and the break-even line."""
     import matplotlib
 
@@ -143,9 +143,9 @@ def plot(rows: Sequence[Row], path: Path, ratio: float, compute: float) -> None:
         mesh = each.pcolormesh(range(len(WORKERS)), range(len(RATES)), logs, cmap="RdBu", norm=norm)
         for y, line in enumerate(best):
             for x, gain in enumerate(line):
-                each.text(
-                    x, y, f"{gain:.2g}" if gain < 10 else f"{gain:.0f}", ha="center", va="center", fontsize=7
-                )
+                colour = "white" if abs(norm(logs[y][x]) - 0.5) > 0.35 else "black"
+                text = f"{gain:.2f}" if gain < 2 else f"{gain:.1f}" if gain < 10 else f"{gain:.0f}"
+                each.text(x, y, text, ha="center", va="center", fontsize=7, color=colour)
         if min(map(min, logs)) < 0 < max(map(max, logs)):
             each.contour(range(len(WORKERS)), range(len(RATES)), logs, [0.0], colors="black", linewidths=2)
         each.set_xticks(range(len(WORKERS)), [f"{w:,}" for w in WORKERS])
@@ -155,7 +155,8 @@ def plot(rows: Sequence[Row], path: Path, ratio: float, compute: float) -> None:
         figure.colorbar(mesh, ax=each, label="doublings of speed against plain DDP")
     figure.suptitle(
         "Predicted: times faster than plain DDP's ring; black line: break-even. ResNet-50, "
-        f"{1e3 * compute:g} ms of compute, ratio {ratio:g}, hosts with their own cores",
+        f"{1e3 * compute:g} ms of compute, ratio {ratio:g},\nhosts with their own cores, {1e3 * latency:g} ms a "
+        "round, network cards that move bytes by themselves",
         fontsize=11,
     )
     figure.savefig(path, dpi=130)
@@ -222,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for workers in WORKERS:
         rate = break_even(mapped, workers, OURS)
         print(f"  {workers:>5} workers: {'nowhere' if rate is None else _rate(rate)}")
-    plot(mapped, options.out / "cost_model.png", options.ratio, options.compute)
+    plot(mapped, options.out / "cost_model.png", options.ratio, options.compute, options.latency)
     print(f"\nwrote cost_model.csv, _check.csv, _map.csv and .png to {options.out}")
 
 
