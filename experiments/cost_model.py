@@ -155,8 +155,8 @@ def plot(rows: Sequence[Row], path: Path, ratio: float, compute: float, latency:
         figure.colorbar(mesh, ax=each, label="doublings of speed against plain DDP")
     figure.suptitle(
         "Predicted: times faster than plain DDP's ring; black line: break-even. ResNet-50, "
-        f"{1e3 * compute:g} ms of compute, ratio {ratio:g},\nhosts with their own cores, {1e3 * latency:g} ms a "
-        "round, network cards that move bytes by themselves",
+        f"{1e3 * compute:g} ms of compute, ratio {ratio:g},\n"
+        f"hosts with their own cores, {1e3 * latency:g} ms a round, cards that move bytes by themselves",
         fontsize=11,
     )
     figure.savefig(path, dpi=130)

@@ -182,6 +182,8 @@ def run(cell: Cell, left: list[Plan], about: Row, path: Path) -> None:
                     rows = measure(network, plan, share, tell)
             except LaunchFailed as error:
                 say(f"a process died, on with the next: {error}")
+                died = {"ratio": plan.ratio, "failed": str(error).splitlines()[0]}
+                append(path, [about | place(network, plan, share) | died])
                 continue
             shown = table([*dense, *rows], plan, network.rate)
             print(f"\n{network.describe()}, ratio {plan.ratio:g}\n\n{shown}\n")
