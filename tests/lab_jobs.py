@@ -107,12 +107,12 @@ def bench_with_broken_methods(rank: int, world: int, **plan: Any) -> dict[str, A
         METHODS.update(usual)
 
 
-def watch_buckets(rank: int, world: int, *, compute: float) -> dict[str, Any]:
-    """When DDP found each bucket ready in one backward pass, and what the pass took."""
-    seen: list[tuple[int, float]] = []
+def watch_buckets(rank: int, world: int, *, compute: float) -> list[tuple[int, int, float]]:
+    """Which buckets DDP found ready in one backward pass, how large and when."""
+    seen: list[tuple[int, int, float]] = []
 
     def hook(state: Any, bucket):  # type: ignore[no-untyped-def]
-        seen.append((bucket.index(), time.perf_counter() - start))
+        seen.append((bucket.index(), bucket.buffer().numel(), time.perf_counter() - start))
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -125,9 +125,8 @@ def watch_buckets(rank: int, world: int, *, compute: float) -> dict[str, Any]:
     for step in range(3):
         token = ddp()
         seen.clear()
-        start, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         token.backward()
-        wall, cpu = time.perf_counter() - start, time.process_time() - cpu
         right = torch.equal(flat_gradients(model), pool_of(rank).window(step))
         assert right, f"step {step} has other gradients than its window of the pool"
-    return {"seen": list(seen), "wall": wall, "cpu": cpu}
+    return list(seen)

@@ -16,6 +16,7 @@ import torch
 
 from compressed_ddp import data
 from compressed_ddp.cli import main
+from compressed_ddp.lab import missing
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -97,6 +98,8 @@ def test_every_command_runs(page: str, command: str, folder: Path, monkeypatch: 
         asked: list[str] = []
         monkeypatch.setattr(data, "download", lambda name, folder, progress: asked.append(name) or folder)
         assert main(arguments) == 0 and asked == [arguments[2]]
+    elif program == "compressed-ddp" and arguments[0] == "lab":
+        run_lab(arguments, monkeypatch)
     elif program == "compressed-ddp":
         assert main(arguments) == 0
     elif program == "python" and arguments[0] == "train.py":
@@ -126,6 +129,21 @@ def run_application(arguments: list[str]) -> None:
     assert main([*arguments, *short, *more]) == 0
 
 
+def run_lab(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes on loopback and a program that is there; a lab where one can be, whatever it carries."""
+    monkeypatch.setattr("compressed_ddp.lab.selftest.LEAST", 0.0)
+    monkeypatch.setattr("compressed_ddp.lab.selftest.MOST", 10.0)
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    flags, program = arguments[:at], arguments[at + 1 :]
+    if flags[1] == "run":
+        flags += ["--hosts=2", "--loopback"]
+        small = ["--elements=2000", "--repeats=1", "--steps=1", "--compute=1ms", "--methods=none,plain,fp16"]
+        flags += ["--", "true"] if program else small
+        assert main(flags) == 0
+    else:
+        assert main([*flags, *(["--hosts=2"] if flags[1] == "check" else [])]) == (1 if missing() else 0)
+
+
 def run_torchrun(page: str, arguments: list[str]) -> None:
     """torchrun's own part with fewer workers; what is about CUDA with what is here."""
     where = next(i for i, argument in enumerate(arguments) if argument.endswith(".py"))
@@ -151,6 +169,8 @@ def test_there_are_commands() -> None:
         "torchrun",
         "compressed-ddp train --resume",
         "compressed-ddp compare",
+        "compressed-ddp lab run",
+        "python experiments/scalability_analysis.py",
     ):
         assert any(command.startswith(beginning) for command in found), beginning
 

@@ -13,7 +13,6 @@ import argparse
 import csv
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from ..models import MODELS
 from .measure import COLUMNS, Bench, Plan, Row
 from .methods import METHODS, pick
+from .summary import table
 
 Write = Callable[[Row], None]
 
@@ -45,17 +45,11 @@ def duration(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no duration: write 50ms or 0.05s")
 
 
-def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
-    """The options, and the plan they make; exits with a message where they make none."""
-    listed = "\n".join(f"  {name:<22}{method.about}" for name, method in METHODS.items())
-    parser = argparse.ArgumentParser(
-        prog="python -m compressed_ddp.lab.bench",
-        description=__doc__,
-        epilog=f"methods:\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_plan_options(parser: argparse.ArgumentParser, *, methods: str = "all") -> None:
+    """A flag for each field of a plan; ``make_plan`` reads them."""
     add, plan = parser.add_argument, Plan()
-    add("--methods", default="all", help="names and patterns, with commas between (default: all)")
+    names = "all" if methods == "all" else methods.replace("%", "%%")
+    add("--methods", default=methods, help=f"names and patterns, with commas between (default: {names})")
     add("--model", default=plan.model, choices=sorted(MODELS), help="whose shapes (default: %(default)s)")
     add("--elements", type=int, help="scale the model, its buckets and small tensors to so many elements")
     add("--ratio", type=float, default=plan.ratio, help="of sparse methods (default: %(default)s)")
@@ -66,17 +60,48 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     add("--bucket-mb", type=float, default=plan.bucket_mb, help="DDP's buckets (default: %(default)s)")
     add("--seed", type=int, default=plan.seed, help="of the gradients (default: %(default)s)")
     add("--timeout", type=float, default=plan.timeout, help="seconds of silence (default: %(default)s)")
+    add("--block-seconds", type=float, help="fewer steps count where they would take longer together")
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """The plan that options make; raises ValueError where they make none."""
+    chosen = {field.name: getattr(options, field.name) for field in fields(Plan)}
+    return Plan(**chosen | {"methods": tuple(pick(options.methods.split(",")))})
+
+
+def arguments_for(plan: Plan) -> list[str]:
+    """The flags that make ``plan``."""
+    given = {field.name: getattr(plan, field.name) for field in fields(Plan)}
+    given |= {"methods": ",".join(plan.methods), "compute": f"{plan.compute!r}s"}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
+    """The options, and the plan they make; exits with a message where they make none."""
+    parser = argparse.ArgumentParser(
+        prog="python -m compressed_ddp.lab.bench",
+        description=__doc__,
+        epilog=list_methods(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_plan_options(parser)
+    add = parser.add_argument
     add("--out", default="-", help="rows go there: .csv, anything else JSON lines; - is standard output")
     add("--announce", help="file or pipe for a JSON line before and after the steps that count; - as above")
     add("--ack", action="store_true", help="after each announcement wait for a line on standard input")
+    add("--no-table", action="store_true", help="rows alone")
     options = parser.parse_args(arguments)
     if options.ack and not options.announce:
         parser.error("--ack waits for answers to announcements: --announce says where those go")
     try:
-        chosen = {field.name: getattr(options, field.name) for field in fields(Plan)}
-        return options, Plan(**chosen | {"methods": tuple(pick(options.methods.split(",")))})
+        return options, make_plan(options)
     except ValueError as error:
         parser.error(str(error))
+
+
+def list_methods() -> str:
+    """Every method with a line about it."""
+    return "\n".join(["methods:", *(f"  {name:<22}{method.about}" for name, method in METHODS.items())])
 
 
 class Announcer:
@@ -100,58 +125,29 @@ def _open(path: str) -> Iterator[TextIO]:
             yield file
 
 
-def writer(out: TextIO, *, as_csv: bool) -> Write:
+def writer(out: TextIO, *, as_csv: bool, columns: Sequence[str] = COLUMNS) -> Write:
     """A function that writes a row to ``out`` at once."""
     if as_csv:
-        rows = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+        rows = csv.DictWriter(out, columns, lineterminator="\n")
         rows.writeheader()
 
     def write(row: Row) -> None:
-        short = {name: _short(value) if name != "ratio" else value for name, value in row.items()}
         if as_csv:
-            rows.writerow(short)
+            rows.writerow(short(row))
         else:
-            print(json.dumps(short), file=out)
+            print(json.dumps(short(row)), file=out)
         out.flush()
 
     return write
 
 
-def _short(value: Any) -> Any:
+def short(row: Row) -> Row:
     """Milliseconds and bytes need no more than three decimals."""
-    return round(value, 3) if isinstance(value, float) else value
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Median and spread of the repeats for each method, for people."""
-    lines = [
-        f"{'method':<22}{'step ms':>9}{'from':>9}{'to':>9}{'times':>7}{'cpu ms':>8}{'sent MB':>10}{'%':>8}"
-    ]
-    good = [row for row in rows if not row["failed"]]
-    plain = [row for row in good if row["method"] == "plain"]
-    for name in dict.fromkeys(row["method"] for row in rows):
-        mine = [row for row in good if row["method"] == name]
-        if not mine:
-            reason = next(row["failed"] for row in rows if row["method"] == name)
-            lines.append(f"{name:<22}failed: {reason}")
-            continue
-        ms, line = [row["step_ms"] for row in mine], f"{name:<22}"
-        line += f"{statistics.median(ms):>9.1f}{min(ms):>9.1f}{max(ms):>9.1f}"
-        line += f"{_quotient(plain, mine, 'step_ms'):>7.2f}" if plain else f"{'':>7}"
-        line += f"{_median(mine, 'cpu_ms'):>8.1f}"
-        if mine[0]["socket_sent"] is not None:
-            line += f"{_median(mine, 'socket_sent') / 1e6:>10.3f}"
-            line += f"{100 / _quotient(plain, mine, 'socket_sent'):>8.2f}" if plain else ""
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def _median(rows: Sequence[Row], column: str) -> float:
-    return float(statistics.median(row[column] for row in rows))
-
-
-def _quotient(rows: Sequence[Row], others: Sequence[Row], column: str) -> float:
-    return _median(rows, column) / _median(others, column)
+    shares = ("ratio", "link_share")
+    return {
+        name: round(value, 3) if isinstance(value, float) and name not in shares else value
+        for name, value in row.items()
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -179,8 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append(row)
                 if write is not None:
                     write(row)
-            if first:
-                print(table(rows), file=sys.stderr)
+            if first and not options.no_table:
+                print(table(rows, plan), file=sys.stderr)
     finally:
         dist.destroy_process_group()
     return 0

@@ -1,4 +1,4 @@
-"""``compressed-ddp lab``: run a program on a network of its own, check one, clean up."""
+"""``compressed-ddp lab``: compare methods or run a program on a network of its own, check one, clean up."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import fields
 
 from ..metrics import amount
+from .bench import add_plan_options, list_methods, make_plan, writer
 from .hosts import Counters, Loopback, Network
 from .launch import LaunchFailed, launch
+from .measure import Plan, Row
+from .methods import TABLE
 from .network import Lab
+from .progress import BlockProgress
 from .records import clean
-from .selftest import check, table
+from .selftest import check
+from .selftest import table as link_table
+from .session import COLUMNS, link_share, measure
 from .shaping import parse_rate
+from .summary import table
 from .tools import LabError, missing
+
+PLANNED = (*(field.name for field in fields(Plan)), "out")
+"""Options that are about comparing methods."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -26,14 +38,21 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     run = commands.add_parser(
         "run",
-        help="run a program on every host, one process each",
-        usage="compressed-ddp lab run --hosts N [--rate RATE] [--no-check] [--loopback] -- command ...",
-        description="Run any program that torchrun could run on every host, one process each. What rank 0 "
-        "writes is shown; of the others if they fail. The bytes at the interfaces follow at the end.",
-        epilog="example: compressed-ddp lab run --hosts 4 --rate 100mbit -- python my_train.py",
+        help="compare methods, or run a program on every host",
+        usage="compressed-ddp lab run --hosts N [--rate RATE] [options] [-- command ...]",
+        description="Without a command: measure plain DDP, torch's hooks and ours side by side on the "
+        "gradients of a model, and print a table. Compute is emulated; communication and compression are "
+        "real. With one: run any program that torchrun could run on every host, one process each. What "
+        "rank 0 writes is shown; of the others if they fail. The bytes at the interfaces follow at the end.",
+        epilog="examples:\n  compressed-ddp lab run --hosts 8 --rate 1gbit --model resnet50 --compute 50ms\n"
+        f"  compressed-ddp lab run --hosts 4 --rate 100mbit -- python my_train.py\n\n{list_methods()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("--no-check", action="store_true", help="run even if the machine cannot hold the rate")
     run.add_argument("--loopback", action="store_true", help="no lab: all processes on loopback, no shaping")
+    run.add_argument("--out", help="without a command: write every row to this CSV file")
+    add_plan_options(run, methods=TABLE)
+    run.set_defaults(of=run)
     test = commands.add_parser(
         "check",
         help="measure every link while all are busy",
@@ -55,29 +74,67 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Run a program on every host; the exit status of the rank that failed first, or 0."""
-    if not options.program:
-        raise ValueError("nothing to run: put the command after --, such as: -- python my_train.py")
+    """Compare methods, or run a program; the exit status of the rank that failed first, or 0."""
+    if options.program:
+        stray = [name for name in PLANNED if getattr(options, name) != options.of.get_default(name)]
+        if stray:
+            flag = f"--{stray[0].replace('_', '-')}"
+            raise ValueError(f"{flag} is about comparing methods; a program after -- has flags of its own")
+    plan = make_plan(options)
     with _network(options) as network:
-        checked = ""
+        checked, share = "", None
         if network.rate is not None:
             checked = (
                 "; NOT checked: this machine may be slower" if options.no_check else "; every link holds it"
             )
             if not options.no_check:
-                check(network)
+                share = link_share(check(network), network.rate)
         _say(network.describe() + checked)
-        before = network.counters()
         try:
-            launch(network, options.program)
+            if options.program:
+                run_program(network, options.program)
+            else:
+                compare(network, plan, share, options.out)
         except LaunchFailed as error:
             _say(str(error))
             code = error.codes[error.first]
             return code if code > 0 else 128 - code
-        after = network.counters()
-        if before is not None and after is not None:
-            _say(traffic([end - start for start, end in zip(before, after, strict=True)]))
     return 0
+
+
+def run_program(network: Network, program: Sequence[str]) -> None:
+    """Run a program on every host, and say what passed the interfaces."""
+    before = network.counters()
+    launch(network, program)
+    after = network.counters()
+    if before is not None and after is not None:
+        _say(traffic([end - start for start, end in zip(before, after, strict=True)]))
+
+
+def compare(network: Network, plan: Plan, share: float | None, out: str | None) -> None:
+    """Measure ``plan`` and print the table; rows go to ``out`` as they come."""
+    cores = os.cpu_count() or 1
+    _say(
+        f"{plan.model}; {1e3 * plan.compute:g} ms of compute a step are EMULATED (hosts sleep); what is sent "
+        f"and what compressing it costs are real, and {network.hosts} hosts share {cores} cores"
+    )
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        tell: list[Callable[[Row], None]] = [rows.append, stack.enter_context(BlockProgress(plan))]
+        if out is not None:
+            file = stack.enter_context(open(out, "w", newline="", encoding="utf-8"))
+            tell.append(writer(file, as_csv=True, columns=COLUMNS))
+
+        def hear(row: Row) -> None:
+            for each in tell:
+                each(row)
+
+        try:
+            measure(network, plan, share, hear)
+        finally:
+            stack.close()
+            if rows:
+                print(table(rows, plan, network.rate), flush=True)
 
 
 def _network(options: argparse.Namespace) -> Network:
@@ -107,7 +164,7 @@ def traffic(counted: Sequence[Counters]) -> str:
 def check_command(options: argparse.Namespace) -> int:
     """Measure every link and print the table; 1 if some link does not hold the rate."""
     with Lab(options.hosts, options.rate) as lab:
-        print(table(check(lab), lab.rate))
+        print(link_table(check(lab), lab.rate))
     return 0
 
 

@@ -55,6 +55,16 @@ def _scaled(shape: torch.Size, factor: float) -> torch.Size:
     return torch.Size([max(1, round(shape[0] * side)), max(1, round(shape[1:].numel() * side))])
 
 
+def layers(shapes: Sequence[torch.Size]) -> list[list[int]]:
+    """Positions of the parameters of each layer, first layer first: a weight and the vectors after it."""
+    found: list[list[int]] = []
+    for at, shape in enumerate(shapes):
+        if len(shape) >= 2 or not found:
+            found.append([])
+        found[-1].append(at)
+    return found
+
+
 def _total(shapes: Sequence[torch.Size]) -> int:
     return sum(shape.numel() for shape in shapes)
 
@@ -106,12 +116,7 @@ class EmulatedModel(nn.Module):
         self.weights = nn.ParameterList(torch.zeros(shape) for shape in shapes)
         self.compute, self.step = compute, 0
         self._pool, self._start = pool, 0.0
-        self._layers: list[list[int]] = []
-        """Positions of parameters in ``weights``."""
-        for at, shape in enumerate(shapes):
-            if len(shape) >= 2 or not self._layers:
-                self._layers.append([])
-            self._layers[-1].append(at)
+        self._layers = layers(shapes)
 
     def forward(self) -> Tensor:
         """A token whose ``backward`` is the emulated pass of the next step."""

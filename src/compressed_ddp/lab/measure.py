@@ -56,6 +56,8 @@ class Plan:
     seed: int = 0
     timeout: float = 60.0
     """Seconds after which a silent peer is a failure of the method."""
+    block_seconds: float | None = None
+    """About so long the steps that count may take in a block: fewer than ``steps`` then, but one at least."""
 
     def __post_init__(self) -> None:
         pick(self.methods)
@@ -65,9 +67,10 @@ class Plan:
         for name, least in (("steps", 1), ("warm_up", 3), ("repeats", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("bucket_mb", "timeout"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("bucket_mb", "timeout", "block_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
 
     def order(self, repeat: int) -> list[str]:
         """The methods of ``repeat``, counted from 1: there and back, so that a drift hits all alike."""
@@ -118,24 +121,25 @@ class Bench:
         row: Row = dict.fromkeys(COLUMNS)
         row |= {"method": name, "hosts": dist.get_world_size(), "elements": self.elements}
         row |= {"ratio": plan.ratio if method.sparse else None, "compute_ms": 1e3 * plan.compute}
-        row |= {"repeat": repeat, "steps": plan.steps, "note": method.note(scaled=self.scaled)}
+        row |= {"repeat": repeat, "note": method.note(scaled=self.scaled)}
         if self._group is None:
             self._group = dist.new_group(timeout=timedelta(seconds=plan.timeout))
         run = MethodRun(method, self._settings, self._bucket_mb, self._group)
-        about = {"method": name, "repeat": repeat, "steps": plan.steps}
+        about: dict[str, Any] = {"method": name, "repeat": repeat}
         try:
             self._together(lambda: run.attach(EmulatedModel(self.shapes, self._pool, plan.compute)), run)
             self._steps(run, plan.warm_up)
+            row["steps"] = about["steps"] = steps = self._affordable(run.figures.seconds[-1])
             self._say({"event": "begin", **about})
             try:
                 self._together(run.begin, run)
-                self._steps(run, plan.steps)
+                self._steps(run, steps)
                 self._together(run.end, run)
             except _Failed as failure:
                 self._say({"event": "end", **about, "failed": str(failure)})
                 raise
             self._say({"event": "end", **about})
-            row |= run.facts() | self._combine(run.figures)
+            row |= run.facts() | self._combine(run.figures, steps)
         except _Failed as failure:
             row["failed"] = str(failure)
         finally:
@@ -183,12 +187,20 @@ class Bench:
             self._announce(event)
         dist.all_reduce(torch.zeros(1))
 
-    def _combine(self, figures: Figures) -> Row:
+    def _affordable(self, seconds: float) -> int:
+        """How many steps count if one takes ``seconds``; the slowest rank decides."""
+        if self.plan.block_seconds is None:
+            return self.plan.steps
+        slowest = torch.tensor([seconds])
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return max(1, min(self.plan.steps, int(self.plan.block_seconds / float(slowest))))
+
+    def _combine(self, figures: Figures, steps: int) -> Row:
         """All ranks' figures in one: times of a step are those of its slowest rank, the rest are means."""
         mine = figures.as_tensor()
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(every, mine)
-        steps, table = self.plan.steps, torch.stack(every)
+        table = torch.stack(every)
         cpu, *totals = table[:, steps:].mean(0).tolist()
         sent, received, *phases = (None if math.isnan(total) else total / steps for total in totals)
         return {

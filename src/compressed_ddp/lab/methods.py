@@ -62,6 +62,14 @@ class Method:
     """Whether it runs on gloo only if DDP has a single bucket, and so cannot overlap with backward."""
     low_rank: bool = False
     """Whether its bytes shrink with the square root of a model's size, and not with the size."""
+    passes: int = 2
+    """How often a bucket's data go round the ring of all hosts; an all-reduce takes two, a gather one."""
+    direct: int = 0
+    """Rounds in which every host sends to all others at once."""
+
+    def rounds(self, hosts: int) -> int:
+        """Messages of a bucket that must wait for the one before."""
+        return self.passes * (hosts - 1) + self.direct
 
     def note(self, *, scaled: bool) -> str:
         """What a reader of its figures must know."""
@@ -134,21 +142,26 @@ def _ours(options: dict[str, Any], model: DistributedDataParallel, settings: Set
 
 def _ours_topk(collective: str, values: str) -> Method:
     options = {"compressor": "topk", "collective": collective, "values": values}
-    return Method(f"ours: Top-K, {collective}, {values} values", partial(_ours, options), sparse=True)
+    about = f"ours: Top-K, {collective}, {values} values"
+    return Method(
+        about, partial(_ours, options), sparse=True, passes=1, direct=1 if collective == "sharded" else 0
+    )
 
 
 def _torch_rank(rank: int) -> Method:
     run = partial(_torch_powersgd, rank)
-    return Method(f"torch's PowerSGD hook, rank {rank}", run, one_bucket=True, low_rank=True)
+    return Method(f"torch's PowerSGD hook, rank {rank}", run, one_bucket=True, low_rank=True, passes=6)
 
 
 def _ours_rank(rank: int) -> Method:
     run = partial(_ours, {"compressor": "powersgd", "rank": rank})
-    return Method(f"ours: PowerSGD, rank {rank}", run, low_rank=True)
+    return Method(f"ours: PowerSGD, rank {rank}", run, low_rank=True, passes=4)
 
 
 METHODS: dict[str, Method] = {
-    "none": Method("no communication at all: the floor, and the CPU of the emulation itself", _none),
+    "none": Method(
+        "no communication at all: the floor, and the CPU of the emulation itself", _none, passes=0
+    ),
     "plain": Method("DDP without a hook: dense float32", _plain),
     "fp16": Method("torch's fp16_compress_hook", partial(_torch_hook, "fp16_compress_hook")),
     "bf16": Method("torch's bf16_compress_hook", partial(_torch_hook, "bf16_compress_hook")),
@@ -156,11 +169,16 @@ METHODS: dict[str, Method] = {
     "writeup-dense": Method(
         "the write-up: decompressed, then dense", partial(_writeup, dense_mean_), sparse=True
     ),
-    "writeup-sparse": Method("the write-up's 12-byte entries", partial(_writeup, sparse_mean_), sparse=True),
+    "writeup-sparse": Method(
+        "the write-up's 12-byte entries", partial(_writeup, sparse_mean_), sparse=True, passes=1
+    ),
     **{f"ours-allgather-{values}": _ours_topk("allgather", values) for values in VALUES},
     **{f"ours-sharded-{values}": _ours_topk("sharded", values) for values in VALUES},
     **{f"ours-powersgd-{rank}": _ours_rank(rank) for rank in RANKS},
 }
+
+TABLE = "none,plain,fp16,bf16,powersgd-*,writeup-*,ours-allgather-int8,ours-sharded-*"
+"""What is compared unless somebody asks for something else."""
 
 
 def pick(patterns: Iterable[str]) -> list[str]:

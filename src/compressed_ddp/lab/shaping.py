@@ -23,6 +23,12 @@ def parse_rate(text: str) -> float:
     return rate
 
 
+def rate_code(rate: float) -> str:
+    """Bits a second as ``parse_rate`` takes them: ``"100mbit"``."""
+    unit = next(unit for unit in ("gbit", "mbit", "kbit") if rate >= UNITS[unit] or unit == "kbit")
+    return f"{rate / UNITS[unit]:g}{unit}"
+
+
 def rate_text(rate: float) -> str:
     """Bits a second for people: ``"937.4 Mbit/s"``."""
     unit, size = ("Gbit/s", 1e9) if rate >= 10e9 else ("Mbit/s", 1e6)

@@ -1,0 +1,128 @@
+"""experiments/scalability_analysis.py: planning within a budget, going on where it was stopped, its CSV."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import experiment
+import pytest
+
+from compressed_ddp.lab import Figure, LabError, Network, missing
+from compressed_ddp.lab.measure import Plan
+
+script = experiment.load("scalability_analysis")
+LACKING = missing()
+
+
+def judge(network: Network) -> list[Figure]:
+    """A self-test that takes no time: 100 Gbit/s is too much."""
+    assert network.rate is not None
+    if network.rate == 100e9:
+        raise LabError("this machine does not hold 100.0 Gbit/s\nfor reasons")
+    return [Figure(0, "", 0.9 * network.rate, 0.95 * network.rate)]
+
+
+def test_it_measures_and_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.csv"
+    flags = ["--hosts=2", "--elements=20000", "--repeats=1", "--steps=1", "--compute=5ms", f"--out={out}"]
+    flags += ["--ratios=0.01,0.1", "--methods=none,plain,ours-sharded-int8"]
+    flags += ["--loopback"] if LACKING else ["--rates=50mbit,100gbit"]
+    monkeypatch.setattr(sys, "argv", ["scalability_analysis.py", *flags])
+    monkeypatch.setattr(script, "check", judge)
+    script.main()
+    printed, rows = capfd.readouterr(), script.read(out)
+    assert tuple(rows[0]) == script.COLUMNS and script.COLUMNS[:4] == tuple(script.origin())
+    measured = [row for row in rows if row["method"]]
+    assert [(row["method"], row["ratio"]) for row in measured] == [
+        *(("none", ""), ("plain", ""), ("ours-sharded-int8", "0.01"), ("ours-sharded-int8", "0.1"))
+    ]
+    assert all(not row["failed"] and row["step_ms"] and row["dilation"] == "1" for row in measured)
+    if LACKING is None:
+        (refused,) = [row for row in rows if not row["method"]]
+        assert (refused["rate"], refused["failed"]) == ("100gbit", "this machine does not hold 100.0 Gbit/s")
+        assert "not reported" in printed.err and not refused["step_ms"]
+        for row in measured:
+            assert (row["rate"], row["link_share"]) == ("50mbit", "0.9") and float(row["wire_sent"]) > 0
+        assert "ours-sharded-int8    0.1    2: " in printed.out
+    out.unlink()
+    script.append(out, [row for row in rows if row["ratio"] != "0.1"])
+    script.main()
+    again = script.read(out)
+    assert sorted(map(script.key, again)) == sorted(map(script.key, rows))
+    for row in rows:
+        assert row["ratio"] == "0.1" or not row["method"] or row in again, "measured only once"
+
+
+def test_a_slow_cell_has_fewer_steps_and_then_fewer_repeats() -> None:
+    """ResNet-50, 8 hosts, 100 Mbit/s: a dense step takes 15 s, and four of them a repeat are needed."""
+    cell, plan = script.Cell(8, "100mbit"), Plan(("plain",), steps=10)
+    step, first = script.guess("plain", plan, cell)
+    assert 14.3 < step == first < 18
+    roomy = script.fit(plan, cell, 600)
+    assert roomy.repeats == 5 and step < roomy.block_seconds < 600 / 5 - 3 * step
+    tight = script.fit(plan, cell, 150)
+    assert tight.repeats == 2 and tight.warm_up == 3 and tight.methods == ("plain",)
+    assert script.fit(plan, cell, 1).repeats == 1
+    quick = script.fit(Plan(("ours-sharded-int8",)), cell, 600)
+    assert quick.repeats == 5 and quick.block_seconds > 60
+    step, first = script.guess("powersgd-1", plan, cell)
+    assert first > 5 * step, "it begins after two dense steps"
+
+
+def options(*flags: str) -> object:
+    return script.options_of(["--loopback", *flags])
+
+
+def test_later_ratios_are_for_sparse_methods_alone() -> None:
+    found = list(script.plans(options("--ratios=0.01,0.1"), script.Cell(2, None)))
+    assert [plan.ratio for plan in found] == [0.01, 0.1]
+    assert "plain" in found[0].methods and set(found[1].methods) == {
+        *("writeup-dense", "writeup-sparse", "ours-allgather-int8", "ours-sharded-int8")
+    }
+
+
+def test_dilation_divides_elements_and_rates_and_has_a_file_of_its_own() -> None:
+    chosen = options("--dilate=10", "--hosts=2,16", "--rates=100mbit,1gbit")
+    assert chosen.out.name == "scalability_dilated.csv"
+    assert next(iter(script.plans(chosen, script.Cell(2, None)))).elements == 2_555_703
+    chosen.loopback = False
+    assert script.cells(chosen) == [(2, "100mbit"), (16, "100mbit"), (2, "10mbit"), (16, "10mbit")]
+
+
+def test_growth_by_hand() -> None:
+    def row(hosts: int, method: str, sent: str, ratio: str = "") -> dict[str, str]:
+        return {
+            **{"hosts": str(hosts), "rate": "1gbit", "method": method, "ratio": ratio},
+            **{"wire_sent": sent, "failed": ""},
+        }
+
+    rows = [row(4, "none", "1000"), row(16, "none", "3000")]
+    rows += [row(4, "ours-sharded-int8", sent, "0.01") for sent in ("101000", "1", "201000")]
+    rows += [row(16, "ours-sharded-int8", "123000", "0.01"), row(4, "ours-allgather-int8", "", "0.01")]
+    (line,) = script.growth(rows).splitlines()[1:]
+    assert line.split() == [
+        "1gbit",
+        "ours-sharded-int8",
+        "0.01",
+        "4:",
+        "0.100",
+        "(1.00),",
+        "16:",
+        "0.120",
+        "(1.20)",
+    ]
+    assert "no growth" in script.growth([])
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(script, "missing", lambda: "it needs root")
+    for flags, said in (
+        (["--hosts=2"], "it needs root"),
+        (["--loopback", "--hosts=2", "--steps=0"], "steps"),
+    ):
+        with pytest.raises(SystemExit):
+            script.options_of(flags)
+        assert said in capsys.readouterr().err
