@@ -1,4 +1,4 @@
-"""The command line: ``compressed-ddp info``, and the way to the commands of the application and the lab."""
+"""The command line: ``compressed-ddp info``, and the way to the application, the lab and the report."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ APPLICATION = {
     "compare": "train dense and compressed with the same seeds, and compare",
     "data": "list datasets, and download them",
 }
+REPORT = "one page of plots and tables from the experiments' CSV files"
 LAB = "a network inside this machine, held to a rate: run a program on it, check it, clean up"
 
 
@@ -33,13 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .lab.cli import main as lab
 
         return lab(arguments[1:])
+    if arguments and arguments[0] == "report":
+        from .report.cli import main as report
+
+        return report(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="compressed-ddp",
         description="Data-parallel training on slow networks: compressed gradients that travel compressed.",
     )
     parser.add_argument("--version", action="version", version=f"compressed-ddp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, about_it in {**APPLICATION, "lab": LAB}.items():
+    for name, about_it in {**APPLICATION, "lab": LAB, "report": REPORT}.items():
         commands.add_parser(name, help=about_it)
     info = commands.add_parser(
         "info",
