@@ -29,7 +29,7 @@ def test_benchmark_compression(tmp_path: Path) -> None:
     assert methods["memory"] == {"add_ (one pass)", "read", "copy_", "zero_"}
     assert methods["codec"] == {"encode", "decode", "zero, decode, add 8"}
     takes = {"torch.topk", "naive torch", "reference", "native", "native exact=False", "native 4 shards"}
-    takes |= {"native baseline", "take_ out=", "take_ in place"}
+    takes |= {"native baseline", "select", "take_ out=", "take_ in place"}
     for distribution in ("gaussian", "heavy", "real"):
         for threads in ("1", "2"):
             mine = [r for r in rows if (r["distribution"], r["threads"]) == (distribution, threads)]
