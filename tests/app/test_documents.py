@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
 import shlex
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import experiment
 import pytest
-import torch
+import tiny_data
 
 from compressed_ddp import data
 from compressed_ddp.cli import main
@@ -59,25 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     for name in ("configs", "examples", "experiments", "train.py"):
         (folder / name).symlink_to(ROOT / name)
-    generator = torch.Generator().manual_seed(0)
-
-    def write(path: Path, head: bytes, size: int, most: int = 255) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        body = torch.randint(0, most + 1, (size,), generator=generator, dtype=torch.uint8)
-        path.write_bytes(
-            gzip.compress(head + bytes(body.tolist())) if path.suffix == ".gz" else bytes(body.tolist())
-        )
-
-    for name in ("mnist", "fashion_mnist"):
-        for part, count in (("train", 40), ("t10k", 10)):
-            head = count.to_bytes(4, "big")
-            images = b"\0\0\x08\x03" + head + (28).to_bytes(4, "big") * 2
-            write(folder / "data" / name / f"{part}-images-idx3-ubyte.gz", images, count * 784)
-            write(folder / "data" / name / f"{part}-labels-idx1-ubyte.gz", b"\0\0\x08\x01" + head, count, 9)
-    image = bytes([3]) + bytes(3072)
-    for name in ("data_batch_1.bin", "test_batch.bin"):
-        (folder / "data" / "cifar10").mkdir(parents=True, exist_ok=True)
-        (folder / "data" / "cifar10" / name).write_bytes(image * 20)
+    tiny_data.write(folder / "data")
     return folder
 
 
