@@ -1,4 +1,4 @@
-"""Tables in documents that a command makes: each stands after its mark, ``<!-- name -->``."""
+"""Tables and pictures in documents that a command makes: each stands after its mark, ``<!-- name -->``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def fill(page: str, name: str, table: str) -> None:
-    """Replace the table after mark ``name`` of ``page``, which is relative to the repository."""
+    """Let ``table``, which may be empty, stand after mark ``name`` of ``page``, a path in the repository."""
     path = ROOT / page
-    marked = re.compile(rf"<!-- {name} -->\n+(?:\|.*\n)*\n*")
-    text, found = marked.subn(lambda _: f"<!-- {name} -->\n\n{table}\n\n", path.read_text())
+    marked = re.compile(rf"<!-- {name} -->\n+(?:(?:\||!\[).*\n)*\n*")
+    block = f"{table}\n\n" if table else ""
+    text, found = marked.subn(lambda _: f"<!-- {name} -->\n\n{block}", path.read_text())
     if found != 1:
         raise SystemExit(f"{page} has {found} marks <!-- {name} -->, not one")
-    path.write_text(text)
+    path.write_text(text.rstrip("\n") + "\n")

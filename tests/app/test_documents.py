@@ -11,11 +11,13 @@ from pathlib import Path
 
 import experiment
 import pytest
+import report_fixtures
 import tiny_data
 
-from compressed_ddp import data
+from compressed_ddp import data, report
 from compressed_ddp.cli import main
 from compressed_ddp.lab import missing
+from compressed_ddp.report.sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,7 +58,7 @@ def commands() -> list[tuple[str, str]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone's files that commands name, and small files in the formats of the real data."""
     folder = tmp_path_factory.mktemp("docs")
-    for name in ("configs", "examples", "experiments", "train.py"):
+    for name in ("configs", "examples", "experiments", "results", "train.py"):
         (folder / name).symlink_to(ROOT / name)
     tiny_data.write(folder / "data")
     return folder
@@ -161,3 +163,27 @@ def test_the_accuracy_table_is_what_its_command_makes() -> None:
     rows = script.read(ROOT / "results" / "training_accuracy.csv")
     assert len(rows) == 4 + 4 + 4 + 3 * (3 + 3 + 2)
     assert script.table(rows) in (ROOT / "README.md").read_text()
+
+
+def test_the_tables_of_results_are_what_their_command_makes() -> None:
+    """And there is a picture for each file that one is made of, and no other."""
+    script = experiment.load("result_tables")
+    found = report.load(ROOT / "results")
+    drawn = {path.name: b"" for path in (ROOT / "docs" / "pictures").glob("*.png")}
+    made = [picture for section in SECTIONS for picture in section.pictures if picture.source in found]
+    assert set(drawn) == {f"{picture.name}.png" for picture in made}
+    for page, mark, text in script.parts(found, drawn):
+        _, there, after = (ROOT / page).read_text().partition(f"<!-- {mark} -->\n\n")
+        stands = re.match(r"(?:(?:\||!\[).*\n)*", after)
+        assert there and stands and stands[0].rstrip("\n") == text, f"{page}, {mark}: run {script.__file__}"
+
+
+def test_claims_are_computed_from_files(tmp_path: Path) -> None:
+    """Every claim has a cell without its file, and another one with it."""
+    claims = experiment.load("claims")
+    found = report.load(report_fixtures.write_all(tmp_path))
+    for name, mine in claims.CLAIMS.items():
+        without, with_files = (claims.table(each, name) for each in ({}, found))
+        assert without.count("not measured yet") == len(mine)
+        assert "not measured yet" not in with_files
+        assert without.count("\n") == with_files.count("\n") == len(mine) + 1

@@ -82,8 +82,10 @@ def roofline(table: Table) -> Figure | None:
             }
             points = [(n, speed[n]) for n in sizes if n in speed]
             roof = method == ROOF
+            if not points:
+                continue
             axes.plot(
-                *zip(*points, strict=True) if points else ((), ()),
+                *zip(*points, strict=True),
                 "-" if roof else "o-",
                 markersize=4,
                 linewidth=2.4 if roof else 1.6,
@@ -96,7 +98,8 @@ def roofline(table: Table) -> Figure | None:
                 )
         axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.set_xticks(sizes, [millions(n) for n in sizes], fontsize=8.5)
+        apart = [n for n, after in zip(sizes, [*sizes[1:], math.inf], strict=True) if after > 2 * n]
+        axes.set_xticks(apart, [millions(n) for n in apart], fontsize=8.5)
         axes.minorticks_off()
         axes.set_title(f"ratio {ratio_title(ratio)}")
         axes.set_xlabel("elements")

@@ -76,7 +76,11 @@ _ALL = (
     Source(
         "benchmark_compression",
         "python experiments/benchmark_compression.py",
-        _columns(text="kind method distribution", number="elements ratio threads best_ms", maybe="gb_per_s"),
+        _columns(
+            text="kind method distribution",
+            number="elements ratio threads best_ms",
+            maybe="gb_per_s index_bits",
+        ),
     ),
     Source("cost_model", _MODEL, _columns(text="name unit", number="value")),
     Source(

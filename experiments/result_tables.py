@@ -1,0 +1,75 @@
+"""The tables and pictures of docs/, from the files in results/.
+
+A table whose file is not there says "not measured yet", with the command that makes it; its picture is
+left out.
+
+    python experiments/result_tables.py            # writes them into docs/
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+
+import claims
+from pages import ROOT, fill
+
+from compressed_ddp.report import SOURCES, Table, load, tables
+from compressed_ddp.report.grid import Grid
+from compressed_ddp.report.page import pictures
+from compressed_ddp.report.sections import SECTIONS
+
+PICTURES = ROOT / "docs" / "pictures"
+GRIDS: dict[str, tuple[str, Callable[[Table], Grid | None]]] = {
+    "steps": ("scalability_analysis", tables.steps),
+    "everywhere": ("scalability_analysis", tables.everywhere),
+    "traffic": ("scalability_analysis", tables.traffic),
+    "training": ("benchmark_training", tables.training),
+    "lab-training": ("lab_training", tables.training),
+    "kernels": ("benchmark_compression", tables.kernels),
+    "break-even": ("cost_model_map", tables.break_even),
+    "model-check": ("cost_model_check", tables.model_check),
+}
+CLAIMS = {
+    "docs/problem.md": "problem",
+    "docs/design.md": "design",
+    "docs/revised-design.md": "revised",
+    "docs/analysis.md": "analysis",
+}
+
+
+def missing(source: str) -> str:
+    return Grid("", ("",), [[f"not measured yet: `{SOURCES[source].command}`"]]).markdown()
+
+
+def parts(found: dict[str, Table], drawn: dict[str, bytes]) -> Iterator[tuple[str, str, str]]:
+    """Page, mark and what belongs there."""
+    for page, name in CLAIMS.items():
+        yield page, "claims", claims.table(found, name)
+    for mark, (source, make) in GRIDS.items():
+        grid = make(found[source]) if source in found else None
+        yield "docs/results.md", mark, missing(source) if grid is None else grid.markdown()
+    for section in SECTIONS:
+        for picture in section.pictures:
+            there = f"{picture.name}.png" in drawn
+            line = f"![{picture.alt}](pictures/{picture.name}.png)"
+            yield "docs/results.md", f"picture-{picture.name}", line if there else ""
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    found = load(ROOT / "results")
+    drawn = pictures(found)
+    PICTURES.mkdir(exist_ok=True)
+    for old in PICTURES.glob("*.png"):
+        old.unlink()
+    for name, data in drawn.items():
+        (PICTURES / name).write_bytes(data)
+    for page, mark, text in parts(found, drawn):
+        fill(page, mark, text)
+
+
+if __name__ == "__main__":
+    main()
