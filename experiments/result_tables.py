@@ -23,6 +23,8 @@ PICTURES = ROOT / "docs" / "pictures"
 GRIDS: dict[str, tuple[str, Callable[[Table], Grid | None]]] = {
     "steps": ("scalability_analysis", tables.steps),
     "everywhere": ("scalability_analysis", tables.everywhere),
+    "steps-dilated": ("scalability_dilated", tables.steps),
+    "everywhere-dilated": ("scalability_dilated", tables.everywhere),
     "traffic": ("scalability_analysis", tables.traffic),
     "training": ("benchmark_training", tables.training),
     "lab-training": ("lab_training", tables.training),

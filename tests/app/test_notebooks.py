@@ -72,4 +72,4 @@ def test_the_analysis_works_with_the_files_that_there_are(
         exec(cell.source, names)
     texts = [thing.data for thing in seen if isinstance(thing, display.Markdown)]
     assert any("Not measured yet" in text for text in texts) is not everything
-    assert sum(isinstance(thing, display.Image) for thing in seen) == (6 if everything else 0)
+    assert sum(isinstance(thing, display.Image) for thing in seen) == (7 if everything else 0)

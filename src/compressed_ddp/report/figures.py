@@ -19,28 +19,44 @@ USUAL_RATIO = 0.01
 
 
 class Setting(NamedTuple):
-    """Rows that may be compared with each other."""
+    """Rows that may be compared with each other.
+
+    A dilated run of a tenth of the elements at a tenth of the rate stands for a whole one: ``elements`` and
+    ``rate_bits`` are those that it stands for.
+    """
 
     model: str
     elements: int
     hosts: int
-    rate: str
     rate_bits: float
+    """0 without shaping."""
     compute_ms: float
+    dilation: float
+
+    @property
+    def rate(self) -> str:
+        return rate_title(self.rate_bits) if self.rate_bits else "no limit"
 
     def __str__(self) -> str:
-        return f"{self.hosts} hosts at {self.rate}, {millions(self.elements)} elements"
+        dilated = f", dilated {self.dilation:g} times" if self.dilation != 1 else ""
+        return f"{self.hosts} hosts at {self.rate}, {millions(self.elements)} elements{dilated}"
 
 
 def setting_of(row: Row) -> Setting:
+    dilation = row["dilation"] or 1.0
     return Setting(
         row["model"],
-        int(row["elements"]),
+        round((row["elements"] or 0) * dilation),
         int(row["hosts"]),
-        row["rate"],
-        row["rate_bits"],
-        row["compute_ms"],
+        (row["rate_bits"] or 0.0) * dilation,
+        row["compute_ms"] or 0.0,
+        dilation,
     )
+
+
+def refused(rows: Iterable[Row]) -> dict[Setting, str]:
+    """Labs that gave no figures, and why."""
+    return {setting_of(row): row["failed"] for row in rows if row["failed"] and not row["method"]}
 
 
 def good(rows: Iterable[Row]) -> list[Row]:
@@ -55,7 +71,7 @@ def good(rows: Iterable[Row]) -> list[Row]:
 def settings(rows: Iterable[Row]) -> list[Setting]:
     """All settings: the largest model first, then by rate and hosts."""
     found = {setting_of(row) for row in rows}
-    return sorted(found, key=lambda s: (-s.elements, s.rate_bits, s.hosts, s.compute_ms))
+    return sorted(found, key=lambda s: (-s.elements, s.rate_bits, s.hosts, s.compute_ms, s.dilation))
 
 
 def headline(rows: Iterable[Row]) -> Setting | None:

@@ -62,6 +62,23 @@ SECTIONS = (
         (("scalability_analysis", tables.steps), ("scalability_analysis", tables.everywhere)),
     ),
     Section(
+        "dilated",
+        "The same with less to compute",
+        "A tenth of the elements on links of a tenth of the rate takes the same time on the wire and a "
+        "tenth of the CPU, so that few cores can stand for many hosts. Settings are named by what they "
+        "stand for; bytes are a tenth of it.",
+        (
+            Picture(
+                "step_times_dilated",
+                "scalability_dilated",
+                lab_plots.step_times,
+                "Bars: milliseconds of a step by method, for each rate, of dilated runs; the tables below "
+                "have the numbers.",
+            ),
+        ),
+        (("scalability_dilated", tables.steps), ("scalability_dilated", tables.everywhere)),
+    ),
+    Section(
         "bytes",
         "Bytes against hosts",
         "Counted at the interface of a host, with Ethernet, IP and TCP headers. All-gather's traffic grows "

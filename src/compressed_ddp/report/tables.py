@@ -17,6 +17,7 @@ from .figures import (
     of,
     rate_title,
     ratio_title,
+    refused,
     sent,
     settings,
     title,
@@ -68,9 +69,13 @@ def steps(table: Table) -> Grid | None:
                 _share(None if bytes_ is None else 100 * bytes_, plain_sent),
             ]
         )
-    failed = {row["method"]: row["failed"] for row in of(table.rows, setting) if row["failed"]}
+    failed = [row["method"] for row in of(table.rows, setting) if row["failed"] and row["method"]]
     blank = [NONE] * 6
-    lines += [[title(name), "does not run here", *blank] for name in failed if name not in _methods(mine)]
+    lines += [
+        [title(name), "does not run here", *blank]
+        for name in dict.fromkeys(failed)
+        if name not in _methods(mine)
+    ]
     head = (
         *("method", "step, ms (least to most)", "times faster", "efficiency, %", "CPU, ms", "exposed, ms"),
         *("sent by a host", "% of plain"),
@@ -105,7 +110,7 @@ def everywhere(table: Table) -> Grid | None:
         gain = plain / ours[0]
         lines.append(
             [
-                f"{setting.hosts} hosts, {setting.rate}, {millions(setting.elements)}",
+                str(setting),
                 f"{plain:.1f}",
                 NONE if hook is None else f"{hook[0]:.1f} ({title(hook[1])})",
                 f"{ours[0]:.1f} ({title(ours[1])})",
@@ -113,6 +118,8 @@ def everywhere(table: Table) -> Grid | None:
                 "wins" if gain > 1 else "loses",
             ]
         )
+    for setting, why in refused(table.rows).items():
+        lines.append([f"{setting.hosts} hosts at {setting.rate}", "not reported", "", "", "", why])
     head = ("setting", "plain DDP, ms", "best torch hook, ms", "best of ours, ms", "plain / ours", "ours")
     return Grid("Every setting that was measured", head, lines) if lines else None
 
@@ -228,7 +235,8 @@ def model_check(table: Table) -> Grid:
     """How well the cost model predicts, apart for runs that it was not fitted on."""
     lines = []
     for name, wanted in (("fitted on", False), ("held out", True)):
-        errors = [abs(row["error"]) for row in table.rows if is_held_out(row) == wanted]
+        mine = [row for row in table.rows if is_held_out(row) == wanted]
+        errors = [abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in mine]
         if errors:
             lines.append(
                 [name, str(len(errors)), f"{100 * statistics.median(errors):.1f}", f"{100 * max(errors):.1f}"]
