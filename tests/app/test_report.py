@@ -80,7 +80,7 @@ def test_the_page_has_every_plot_and_its_origin(page: Path) -> None:
 
 def test_what_failed_and_what_was_refused_is_told(page: Path) -> None:
     text = page.read_text()
-    assert "does not run here" in text and "16 hosts at 10 Gbit/s</th><td>not reported" in text
+    assert "does not run here" in text and "16 hosts at 10 Gbit/s: not reported, this machine" in text
     assert "1 of 3 diverged" in text
     assert "8 hosts at 10 Gbit/s, 256 M elements, dilated 10 times" in text
 

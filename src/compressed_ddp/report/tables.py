@@ -119,7 +119,7 @@ def everywhere(table: Table) -> Grid | None:
             ]
         )
     for setting, why in refused(table.rows).items():
-        lines.append([f"{setting.hosts} hosts at {setting.rate}", "not reported", "", "", "", why])
+        lines.append([f"{setting.hosts} hosts at {setting.rate}: not reported, {why}", *[NONE] * 5])
     head = ("setting", "plain DDP, ms", "best torch hook, ms", "best of ours, ms", "plain / ours", "ours")
     return Grid("Every setting that was measured", head, lines) if lines else None
 
