@@ -79,6 +79,7 @@ def this_machine(workers: int) -> Iterator[Place]:
 def on_lab(options: argparse.Namespace) -> Iterator[Place]:
     """A shaped network; every run begins with a look whether the machine holds it."""
     from compressed_ddp.lab import Lab, check, launch, measure
+    from compressed_ddp.lab.session import link_share
 
     hosts, rate = options.hosts, options.rate
     with Lab(hosts, rate) as network:
@@ -86,8 +87,8 @@ def on_lab(options: argparse.Namespace) -> Iterator[Place]:
         def about() -> dict[str, object]:
             figures = measure(network) if options.no_check else check(network)
             assert network.rate is not None
-            least = min(min(figure.sent, figure.received) for figure in figures) / network.rate
-            return {"hosts": hosts, "rate": rate, "link_share": f"{least:.3f}"}
+            share = link_share(figures, network.rate)
+            return {"hosts": hosts, "rate": rate, "link_share": f"{share:.3f}"}
 
         def start(program: Sequence[str]) -> None:
             launch(network, program)
