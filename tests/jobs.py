@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from compressed_ddp import CompressionConfig, SplitAdam, attach
+from compressed_ddp.communication import TorchTransport
 from compressed_ddp.error_feedback.state import fold_owner_
 
 
@@ -124,6 +125,18 @@ def train_many(rank: int, world: int, configs: list[dict[str, Any]], *, steps: i
     """One training after the other in one process and one process group."""
     two_buckets = {"bucket_cap_mb": 0.02}
     return [train(rank, world, config, steps=steps, ddp=two_buckets) for config in configs]
+
+
+def gathered(rank: int, world: int, sizes: list[int]) -> list[bool]:
+    """Whether everyone's row of so many bytes arrives, in rank order."""
+    net, right = TorchTransport(), []
+    for size in sizes:
+        rows = [torch.arange(size).add(other).to(torch.uint8) for other in range(world)]
+        out = torch.zeros(world, size, dtype=torch.uint8)
+        net.all_gather(out, rows[rank])
+        right.append(torch.equal(out, torch.stack(rows)))
+    net.close()
+    return right
 
 
 def printed_stats(rank: int, world: int, config: dict[str, Any]) -> str:

@@ -116,6 +116,12 @@ def test_resume_with_other_buckets_keeps_the_law(pool: Pool, tmp_path: Path) -> 
     assert results[0]["law"] < 1e-5 * results[0]["scale"]
 
 
+def test_rows_of_any_size_are_gathered(pool: Pool) -> None:
+    """Small ones go straight to everyone, large ones round gloo's ring."""
+    for right in pool.run(3, jobs.gathered, [8, 2**20, 2**20 + 8, 3 * 2**20]):
+        assert all(right)
+
+
 def test_small_tensors_and_error_feedback_are_said(pool: Pool) -> None:
     stats = pool.run(2, jobs.train, {"ratio": 0.05, "error_feedback": False}, steps=3)[0]["stats"]
     assert stats["error_feedback"] is False

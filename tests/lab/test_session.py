@@ -183,7 +183,7 @@ def test_own_cores_by_hand() -> None:
     ("method", "rounds"),
     [
         *(("none", 0), ("plain", 14), ("writeup-dense", 14), ("writeup-sparse", 7)),
-        *(("ours-allgather-int8", 7), ("ours-sharded-int4", 8), ("powersgd-2", 42), ("ours-powersgd-2", 28)),
+        *(("ours-allgather-int8", 1), ("ours-sharded-int4", 2), ("powersgd-2", 42), ("ours-powersgd-2", 28)),
     ],
 )
 def test_rounds_of_eight_hosts(method: str, rounds: int) -> None:

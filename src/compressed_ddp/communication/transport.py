@@ -19,6 +19,9 @@ _all_gather: Callable[..., Any] = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
 
+_DIRECT = 2**20
+"""Rows of up to so many bytes go straight from everyone to everyone on gloo."""
+
 
 class TorchTransport:
     """A process group of our own, so that our messages never interleave with the user's.
@@ -43,8 +46,13 @@ class TorchTransport:
         self.timeout = timeout
 
     def all_gather(self, out: Tensor, row: Tensor) -> None:
+        """gloo's own goes round a ring: P - 1 times the latency for the same bytes."""
         with self._named("all-gather"):
-            _all_gather(out.view(-1), row, group=self.group)
+            if self.backend == "gloo" and row.nbytes <= _DIRECT:
+                copies = row.expand(self.world_size, -1).contiguous()
+                dist.all_to_all_single(out.view(-1), copies.view(-1), group=self.group)
+            else:
+                _all_gather(out.view(-1), row, group=self.group)
 
     def all_to_all(self, out: Tensor, rows: Tensor) -> None:
         with self._named("all-to-all"):

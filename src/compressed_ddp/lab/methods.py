@@ -144,7 +144,7 @@ def _ours_topk(collective: str, values: str) -> Method:
     options = {"compressor": "topk", "collective": collective, "values": values}
     about = f"ours: Top-K, {collective}, {values} values"
     return Method(
-        about, partial(_ours, options), sparse=True, passes=1, direct=1 if collective == "sharded" else 0
+        about, partial(_ours, options), sparse=True, passes=0, direct=2 if collective == "sharded" else 1
     )
 
 
