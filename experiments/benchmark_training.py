@@ -78,14 +78,14 @@ def this_machine(workers: int) -> Iterator[Place]:
 @contextmanager
 def on_lab(options: argparse.Namespace) -> Iterator[Place]:
     """A shaped network; every run begins with a look whether the machine holds it."""
-    from compressed_ddp.lab import Lab, check, launch, measure
+    from compressed_ddp.lab import Lab, check, launch, measure_links
     from compressed_ddp.lab.session import link_share
 
     hosts, rate = options.hosts, options.rate
     with Lab(hosts, rate) as network:
 
         def about() -> dict[str, object]:
-            figures = measure(network) if options.no_check else check(network)
+            figures = measure_links(network) if options.no_check else check(network)
             assert network.rate is not None
             share = link_share(figures, network.rate)
             return {"hosts": hosts, "rate": rate, "link_share": f"{share:.3f}"}

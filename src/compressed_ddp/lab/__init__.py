@@ -6,7 +6,7 @@ from .hosts import Counters, Loopback, Network
 from .launch import LaunchFailed, launch
 from .network import Lab
 from .records import clean
-from .selftest import Figure, check, measure
+from .selftest import Figure, check, measure_links
 from .shaping import parse_rate
 from .tools import LabError, missing
 
@@ -21,7 +21,7 @@ __all__ = [
     "check",
     "clean",
     "launch",
-    "measure",
+    "measure_links",
     "missing",
     "parse_rate",
 ]

@@ -105,7 +105,7 @@ def _complaint(process: subprocess.Popen[bytes]) -> str:
     return errors[-1] if errors else "it did not answer in time"
 
 
-def measure(network: Network, *, seconds: float = 1.0) -> list[Figure]:
+def measure_links(network: Network, *, seconds: float = 1.0) -> list[Figure]:
     """Every host sends to the next one at once, so that every link is busy in both directions."""
     flows = [(host, (host + 1) % network.hosts) for host in range(network.hosts)]
     carried = measure_flows(network, flows, seconds=seconds)
@@ -121,7 +121,7 @@ def check(network: Network, *, seconds: float = 1.0, attempts: int = 3) -> list[
     Something else that runs on the machine for a moment must not refuse a good lab, so it may try again.
     """
     for _ in range(attempts):
-        figures = measure(network, seconds=seconds)
+        figures = measure_links(network, seconds=seconds)
         rate = network.rate
         if rate is None or all(figure.holds(rate) for figure in figures):
             return figures
