@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from origin import origin
 from pages import ROOT
+from rows import append, read
 from trainings import (
     SEEDS,
     TUNE,
@@ -33,12 +34,10 @@ from trainings import (
     Run,
     Start,
     Task,
-    append,
     best_rate,
     here,
     key,
     planned,
-    read,
     train,
 )
 
@@ -211,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if wanted in map(identity, read(options.out)):
                 continue
             row = one(run, tasks[run.dataset], options, place)
-            append(options.out, columns, about | row)
+            append(options.out, columns, [about | row])
             said = row["failed"] or f"{row['accuracy']:.2f} %, {row['seconds']:.0f} s"
             print(*run, said, flush=True)
     grid = training(read_table(SOURCES["benchmark_training" if not lab else "lab_training"], options.out))

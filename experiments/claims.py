@@ -142,10 +142,7 @@ def scores(dataset: str) -> Measure:
     """Test accuracy by ratio, means over seeds."""
 
     def measure(table: Table) -> str | None:
-        by = {
-            ratio: [r for r in rows if r["accuracy"] is not None] for ratio, rows in _by_ratio(table, dataset)
-        }
-        cells = [f"{statistics.fmean(r['accuracy'] for r in rows):.2f} %" for rows in by.values() if rows]
+        cells = [f"{score:.2f} %" for score in _means(table, dataset, "accuracy").values()]
         return f"{_model(table, dataset)}: {', '.join(cells)}" if cells else None
 
     return measure
@@ -155,11 +152,7 @@ def shares(dataset: str) -> Measure:
     """Bytes of a worker as a share of dense, by ratio."""
 
     def measure(table: Table) -> str | None:
-        by = {
-            ratio: statistics.fmean(row["sent"] for row in rows if row["sent"])
-            for ratio, rows in _by_ratio(table, dataset)
-            if any(row["sent"] for row in rows)
-        }
+        by = _means(table, dataset, "sent")
         dense = by.pop(1.0, None)
         return ", ".join(f"{100 * value / dense:.2f} %" for value in by.values()) if dense and by else None
 
@@ -170,11 +163,7 @@ def faster(dataset: str) -> Measure:
     """Seconds of the whole training on the lab: dense by compressed."""
 
     def measure(table: Table) -> str | None:
-        by = {
-            ratio: statistics.fmean(row["seconds"] for row in rows if row["seconds"])
-            for ratio, rows in _by_ratio(table, dataset)
-            if any(row["seconds"] for row in rows)
-        }
+        by = _means(table, dataset, "seconds")
         dense = by.pop(1.0, None)
         if not dense or not by:
             return None
@@ -187,6 +176,15 @@ def faster(dataset: str) -> Measure:
 
 def _model(table: Table, dataset: str) -> str:
     return next(row["model"] for row in table.rows if row["dataset"] == dataset)
+
+
+def _means(table: Table, dataset: str, column: str) -> dict[float, float]:
+    """A column's mean over the seeds by ratio, where it is known."""
+    known = {
+        ratio: [row[column] for row in rows if row[column] is not None]
+        for ratio, rows in _by_ratio(table, dataset)
+    }
+    return {ratio: statistics.fmean(values) for ratio, values in known.items() if values}
 
 
 def _by_ratio(table: Table, dataset: str) -> list[tuple[float, list[dict[str, object]]]]:

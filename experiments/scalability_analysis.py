@@ -17,7 +17,6 @@ take the same time on the wire, and a tenth of the CPU. Those rows go to a file 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import os
 import statistics
@@ -28,6 +27,8 @@ from typing import Any, NamedTuple
 
 from origin import origin
 from pages import ROOT
+from rows import append as grow
+from rows import read
 
 from compressed_ddp.lab import Lab, LabError, LaunchFailed, Loopback, Network, check, missing
 from compressed_ddp.lab.bench import duration, short
@@ -59,22 +60,9 @@ class Cell(NamedTuple):
     rate: str | None
 
 
-def read(path: Path) -> list[Row]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def append(path: Path, rows: list[Row]) -> None:
-    """Add rows, with the names of the columns before the first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(short(row) for row in rows)
+    """Add rows, figures shortened."""
+    grow(path, COLUMNS, map(short, rows))
 
 
 def key(row: Row) -> Key:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from origin import origin
 from pages import ROOT, fill
-from trainings import TEST, USUAL, Row, Run, Task, append, best_rate, key, mean, planned, read, train
+from rows import append, read
+from trainings import TEST, USUAL, Row, Run, Task, best_rate, key, mean, planned, train
 
 RESULTS_FILE = ROOT / "results" / "training_accuracy.csv"
 
@@ -102,7 +103,7 @@ def main() -> None:
         if run in map(key, read(args.out)):
             continue
         summary = train(run, tasks[run.dataset], args.data_dir, {})
-        append(args.out, COLUMNS, run._asdict() | summary | about)
+        append(args.out, COLUMNS, [run._asdict() | summary | about])
         print(*run, f"{summary[tasks[run.dataset].score]:.4f}, {summary['seconds']:.0f} s", flush=True)
     print(table(read(args.out)))
     if args.out == RESULTS_FILE:

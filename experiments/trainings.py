@@ -6,7 +6,6 @@ The learning rate is chosen once for each dataset, for dense, on training data t
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 import sys
@@ -49,24 +48,6 @@ class Run(NamedTuple):
 
 def key(row: Row) -> Run:
     return Run(row["purpose"], row["dataset"], float(row["ratio"]), int(row["seed"]), float(row["lr"]))
-
-
-def read(path: Path) -> list[Row]:
-    if not path.exists():
-        return []
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
-def append(path: Path, columns: Sequence[str], row: Mapping[str, Any]) -> None:
-    """Write a row at once, and the header before the first one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 def mean(rows: Sequence[Row], column: str) -> float:

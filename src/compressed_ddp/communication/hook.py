@@ -24,6 +24,9 @@ from .reducer import Reducer, resolve, split_by_size
 from .transport import TorchTransport
 from .worker import Worker
 
+_BY_NAME = ("residuals", "kept")
+"""Fields of a state that hold tensors by parameter name, at some depth."""
+
 
 class GradientSync:
     """What ``attach`` returns: statistics, state, and the end of it all.
@@ -97,9 +100,7 @@ class GradientSync:
         with ``torch.load(path, weights_only=True)``.
         """
         state = self._reducer.state_dict()
-        state["residuals"] = self._each(self._logical, state["residuals"])
-        state["kept"] = {what: self._each(self._logical, kept) for what, kept in state["kept"].items()}
-        return state
+        return state | {field: _each(self._logical, state[field]) for field in _BY_NAME}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where this rank's ``state`` was saved. All ranks must call it, between steps.
@@ -109,11 +110,8 @@ class GradientSync:
         """
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         if isinstance(state, Mapping):
-            laid = self._each(self._in_memory_order, state.get("residuals"))
-            kept = state.get("kept")
-            if isinstance(kept, Mapping):
-                kept = {what: self._each(self._in_memory_order, tensors) for what, tensors in kept.items()}
-            state = {**state, **{k: v for k, v in {"residuals": laid, "kept": kept}.items() if k in state}}
+            present = [field for field in _BY_NAME if field in state]
+            state = {**state, **{field: _each(self._in_memory_order, state[field]) for field in present}}
         self._reducer.load_state_dict(state, shapes)
 
     def close(self) -> None:
@@ -170,13 +168,6 @@ class GradientSync:
 
         self._worker.promise(future, buffer, work, failed)
         return future
-
-    @staticmethod
-    def _each(change: Callable[[str, Tensor], Tensor], tensors: Any) -> Any:
-        """``change`` for every tensor by its name; what is no mapping is left for others to refuse."""
-        if not isinstance(tensors, Mapping):
-            return tensors
-        return {name: change(name, tensor) for name, tensor in tensors.items()}
 
     def _logical(self, name: str, residual: Tensor) -> Tensor:
         """DDP lays a gradient in its parameter's memory order; a state has the parameter's own."""
@@ -243,6 +234,16 @@ def attach(
         sync.close()
         raise
     return sync
+
+
+def _each(change: Callable[[str, Tensor], Tensor], tensors: Any) -> Any:
+    """``change`` for every tensor by its name; what is no mapping is left for others to refuse."""
+    if not isinstance(tensors, Mapping):
+        return tensors
+    return {
+        name: _each(change, found) if isinstance(found, Mapping) else change(name, found)
+        for name, found in tensors.items()
+    }
 
 
 def _end(worker: Worker, transport: TorchTransport) -> None:

@@ -263,9 +263,7 @@ class Reducer:
 
 def resolve(config: CompressionConfig, compressor: BaseCompressor) -> CompressionConfig:
     """``config`` with every choice made; raises ValueError where it asks for what cannot be."""
-    feedback = config.error_feedback
-    if feedback is None:
-        feedback = not compressor.unbiased
+    feedback = compressor.feedback(config.error_feedback)
     if feedback and not compressor.contraction:
         raise ValueError(
             f"error_feedback=True with {compressor.name!r}: its error can exceed the signal, so the "

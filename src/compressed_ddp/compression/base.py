@@ -78,6 +78,10 @@ class BaseCompressor(ABC):
         """The settings that all workers must share, under their names in CompressionConfig."""
         return {"ratio": self.ratio, "values": self.values, "seed": self.seed}
 
+    def feedback(self, asked: bool | None) -> bool:
+        """Whether what is not sent is kept: as ``asked``, or what this compressor is made for."""
+        return not self.unbiased if asked is None else asked
+
     def quota(self, numel: int) -> int:
         """k: how many of ``numel`` entries a message has room for; at least one, if there are any."""
         return min(numel, max(1, math.ceil(self.ratio * numel)))

@@ -68,6 +68,14 @@ def good(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
+def whole_model(rows: Iterable[Row]) -> tuple[list[Row], list[int]]:
+    """Good rows of the largest model that was measured, and with how many hosts."""
+    found = good(rows)
+    largest = max((row["elements"] for row in found), default=None)
+    found = [row for row in found if row["elements"] == largest]
+    return found, sorted({int(row["hosts"]) for row in found})
+
+
 def settings(rows: Iterable[Row]) -> list[Setting]:
     """All settings: the largest model first, then by rate and hosts."""
     found = {setting_of(row) for row in rows}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .figures import PLAIN, SHOWN, by_rate, good, is_ours, median, millions, of, sent, title
+from .figures import PLAIN, SHOWN, by_rate, good, is_ours, median, millions, of, sent, title, whole_model
 from .sources import Table
 from .style import INK, PHASES, family_colour, new_figure
 
@@ -82,12 +82,9 @@ MARKS = {
 
 def bytes_by_hosts(table: Table) -> Figure | None:
     """What a host sends in a step, by number of hosts; the whole model, medians over rates and repeats."""
-    rows = good(table.rows)
+    rows, hosts = whole_model(table.rows)
     if not rows:
         return None
-    largest = max(row["elements"] for row in rows)
-    rows = [row for row in rows if row["elements"] == largest]
-    hosts = sorted({int(row["hosts"]) for row in rows})
     figure = new_figure(8.6, 4.4)
     axes = figure.subplots()
     for method, mark in MARKS.items():
@@ -113,6 +110,6 @@ def bytes_by_hosts(table: Table) -> Figure | None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="hosts", ylabel="MB sent by a host in a step")
-    axes.set_title(f"{rows[0]['model']}, {millions(largest)} elements")
+    axes.set_title(f"{rows[0]['model']}, {millions(rows[0]['elements'])} elements")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure

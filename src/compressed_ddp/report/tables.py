@@ -21,6 +21,7 @@ from .figures import (
     sent,
     settings,
     title,
+    whole_model,
 )
 from .grid import Grid
 from .sources import Row, Table
@@ -126,12 +127,9 @@ def everywhere(table: Table) -> Grid | None:
 
 def traffic(table: Table) -> Grid | None:
     """Bytes a step and host by number of hosts, the whole model."""
-    rows = good(table.rows)
+    rows, hosts = whole_model(table.rows)
     if not rows:
         return None
-    largest = max(row["elements"] for row in rows)
-    rows = [row for row in rows if row["elements"] == largest]
-    hosts = sorted({int(row["hosts"]) for row in rows})
     lines = []
     for method in _methods(rows):
         by_hosts = [
@@ -143,7 +141,7 @@ def traffic(table: Table) -> Grid | None:
         known = dict(zip(hosts, by_hosts, strict=True))
         lines.append([title(method), *cells, _growth(known.get(4), known.get(16))])
     head = ("method", *(f"{n} hosts" for n in hosts), "4 to 16 hosts")
-    return Grid(f"Sent by a host in a step, {millions(largest)} elements", head, lines)
+    return Grid(f"Sent by a host in a step, {millions(rows[0]['elements'])} elements", head, lines)
 
 
 def _growth(before: float | None, after: float | None) -> str:

@@ -202,8 +202,7 @@ class TrainConfig:
         if self.switch.split_optimizer is not None:
             return self.switch.split_optimizer
         compressor = from_config(self.compression)
-        feedback = self.compression.error_feedback
-        return (not compressor.unbiased if feedback is None else feedback) and compressor.quota(1000) < 1000
+        return compressor.feedback(self.compression.error_feedback) and compressor.quota(1000) < 1000
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> TrainConfig:

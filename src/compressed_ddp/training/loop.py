@@ -19,6 +19,7 @@ from ..communication import GradientSync, attach
 from ..data import Batches, Dataset, shares
 from ..metrics import SocketMeter, Tracker, Trackers
 from ..models import build
+from ..optim import SplitOptimizer
 from ..types import seed_of
 from .checkpoint import Checkpoints
 from .config import TrainConfig
@@ -71,8 +72,9 @@ class Trainer:
             self.model, device_ids=[place.device] if place.device.type == "cuda" else None, **_NO_BUFFERS
         )
         self.optimizer = make_optimizer(settings, self.model, split=config.split)
+        self.halves = self.optimizer if isinstance(self.optimizer, SplitOptimizer) else None
         self.sync: GradientSync | PlainSync = (
-            attach(self.ddp, config.compression, optimizer=self.optimizer if config.split else None)
+            attach(self.ddp, config.compression, optimizer=self.halves)
             if config.compress
             else PlainSync(self.ddp)
         )
@@ -152,7 +154,7 @@ class Trainer:
                 scaled: Tensor = self.scaler.scale(loss * (len(targets) / examples))
                 scaled.backward()  # type: ignore[no-untyped-call]
             self.sums.add(loss, outputs, targets)
-        if settings.clip_norm is not None and not self.config.split:  # else each worker did it before
+        if settings.clip_norm is not None and self.halves is None:  # else each worker did it before
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
         self.scaler.step(self.optimizer)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import nn
 
-from ..optim import SplitAdam, SplitOptimizer
+from ..optim import SplitAdam
 from .config import Optimisation
 
 
@@ -30,9 +30,7 @@ def learning_rate(settings: Optimisation, progress: float, end: float) -> float:
     return rate * (0.01 if done >= 0.75 else 0.1 if done >= 0.5 else 1.0)
 
 
-def make_optimizer(
-    settings: Optimisation, model: nn.Module, *, split: bool = False
-) -> torch.optim.Optimizer | SplitOptimizer:
+def make_optimizer(settings: Optimisation, model: nn.Module, *, split: bool = False) -> torch.optim.Optimizer:
     """torch's own, as the settings say; or, ``split``, the one that begins before compression."""
     rate, decay, parameters = settings.rate, settings.weight_decay, model.parameters()
     if split:
