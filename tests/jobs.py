@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tcp import resent_by_this_process
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -194,12 +195,13 @@ def wire_bytes(rank: int, world: int, config: dict[str, Any] | None, *, steps: i
     sent = sync.stats.total.bytes_sent if sync is not None else 0
     dense = sync.stats.total.dense_bytes if sync is not None else 0
     dist.barrier()
-    before = loopback_bytes()
+    before, again = loopback_bytes(), resent_by_this_process()
     dist.barrier()
     for step in range(steps):
         loss_of(model, rank, step).backward()
     dist.barrier()
     result = {"crossed": loopback_bytes() - before, "parameters": flat(model).numel()}
+    result["resent"] = resent_by_this_process() - again
     if sync is not None:
         result["sent"] = sync.stats.total.bytes_sent - sent
         result["dense"] = sync.stats.total.dense_bytes - dense

@@ -155,7 +155,8 @@ def test_it_learns(pool: Pool, tmp_path: Path) -> None:
     if found["plain"]["socket_sent"] is not None:  # counted on Linux
         assert found["topk"]["socket_sent"] < 0.1 * found["plain"]["socket_sent"]
         ring = found["plain"]["dense_ring"]
-        assert ring <= found["plain"]["socket_sent"] < 1.1 * ring
+        assert ring <= found["plain"]["socket_sent"]  # what a busy machine sends again is in it
+        assert ring <= found["plain"]["socket_received"] < 1.1 * ring
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

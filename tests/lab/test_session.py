@@ -63,7 +63,8 @@ def test_methods_side_by_side_in_a_lab(
     ring = 2 * 2 / 3 * 4 * float(good["plain"]["elements"])
     headers = 1 + 66 / 1448
     sent, received = (float(good["plain"][f"wire_{way}"]) for way in ("sent", "received"))
-    assert headers * ring < sent < 1.12 * ring and headers * ring < received < 1.12 * ring
+    for crossed in (sent, received):  # a busy machine sends some of it again
+        assert headers * ring < crossed < 1.3 * ring
     assert float(good["plain"]["frames_sent"]) > ring / 1448
     assert float(good["plain"]["socket_sent"]) < sent
     assert float(good["none"]["wire_sent"]) < 0.01 * sent
