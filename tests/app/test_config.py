@@ -82,6 +82,24 @@ def test_only_a_compressed_adam_can_be_split(settings: dict[str, object]) -> Non
         TrainConfig.from_flat(settings | {"split_optimizer": True})
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"ratio_schedule": "warmup"}, "a schedule needs its epochs"),
+        ({"ratio_warmup": 1.0}, "epochs need ratio_schedule warmup or step"),
+        ({"ratio_warmup": -1.0}, "ratio_warmup must be 0 or more, got -1.0"),
+        (
+            {"compress": True, "compressor": "sign", "ratio_schedule": "step", "ratio_warmup": 1.0},
+            "compressor sign, which sends every entry",
+        ),
+    ],
+    ids=str,
+)
+def test_schedules_of_the_ratio_that_cannot_be(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        TrainConfig.from_flat(settings)
+
+
 def test_flat_and_back() -> None:
     config = config_of(
         "--compress", "--ratio", "0.1", "--clip-norm", "1", "--optimizer", "adamw", "--seed", "3"

@@ -1,11 +1,11 @@
-"""The learning rate is a function of how far the run has come."""
+"""Learning rate and ratio are functions of how far the run has come."""
 
 from __future__ import annotations
 
 import pytest
 
-from compressed_ddp.training.config import Optimisation
-from compressed_ddp.training.optimise import learning_rate
+from compressed_ddp.training.config import Compress, Optimisation
+from compressed_ddp.training.optimise import learning_rate, ratio_schedule
 
 
 def rates(**settings: object) -> list[float]:
@@ -38,3 +38,14 @@ def test_step() -> None:
 def test_cosine_begins_after_the_warmup() -> None:
     found = rates(schedule="cosine", warmup=2)
     assert found[8] == 1.0 and found[16] == 0.0 and found[4] == 0.5
+
+
+def test_the_ratio_comes_down_to_what_was_asked_for() -> None:
+    def ratios(**settings: object) -> list[float]:
+        ratio = ratio_schedule(Compress(**settings), 0.01)  # type: ignore[arg-type]
+        return [round(ratio(quarter / 4), 4) for quarter in range(6)]
+
+    assert set(ratios()) == {0.01}
+    assert ratios(ratio_schedule="step", ratio_warmup=0.5) == [0.1, 0.1, 0.01, 0.01, 0.01, 0.01]
+    assert ratios(ratio_schedule="warmup", ratio_warmup=1.0) == [0.3981, 0.1585, 0.0631, 0.0251, 0.01, 0.01]
+    assert ratio_schedule(Compress(ratio_schedule="step", ratio_warmup=1.0), 0.5)(0.0) == 1.0

@@ -39,6 +39,7 @@ ARROWS: dict[str, set[str]] = {
         "optim",
     },
     "optim": {"types", "layout", "kernels"},
+    "schedules": {"types"},
     "models": {"types"},
     "data": {"types"},
     "training": {
@@ -50,6 +51,7 @@ ARROWS: dict[str, set[str]] = {
         "models",
         "data",
         "optim",
+        "schedules",
     },
     "lab": {"types", "communication", "metrics", "models"},
     "report": {"version", "metrics"},

@@ -19,7 +19,7 @@ from ..layout import BucketLayout
 from ..metrics import Ledger
 from ..types import CompressionConfig, Transport
 from .handshake import agree, fingerprint
-from .reducer import Reducer, resolve, split_by_size
+from .reducer import Reducer, check_new_ratio, resolve, split_by_size
 from .transport import TorchTransport, alone
 
 
@@ -71,6 +71,20 @@ class DistributedBackend:
     def stats(self) -> Ledger | None:
         """The ledger; None before the first synchronised step."""
         return self._reducer.stats if self._reducer else None
+
+    @property
+    def ratio(self) -> float:
+        """Share of the entries that is sent now."""
+        return self.compressor.ratio if self.compressor is not None else 1.0
+
+    def set_ratio(self, ratio: float) -> None:
+        """Send this share of the entries from the next step on; as ``GradientSync.set_ratio``."""
+        if self._reducer is not None:
+            self._reducer.set_ratio(ratio)
+        else:  # the first step compares everything
+            compressor = self.compressor or DenseCompressor()
+            check_new_ratio(compressor, ratio)
+            compressor.ratio = float(ratio)
 
     def allreduce_gradients(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Replace every parameter's ``grad`` by the mean over all workers.

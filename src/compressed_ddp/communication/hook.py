@@ -76,8 +76,22 @@ class GradientSync:
 
     @property
     def config(self) -> CompressionConfig:
-        """The configuration in force, every choice made."""
+        """The configuration, every choice made; ``ratio`` may have changed since."""
         return self._reducer.config
+
+    @property
+    def ratio(self) -> float:
+        """Share of the entries that is sent now."""
+        return self._reducer.ratio
+
+    def set_ratio(self, ratio: float) -> None:
+        """Send this share of the entries from the next step on. All ranks call it, between steps.
+
+        Nothing that is owed is lost, nothing is built anew but the messages. The ranks compare the
+        ratio first, in two small messages, and if it differs or cannot be they all raise: SyncError, or
+        ValueError where it cannot be. Call it when the ratio changes (``schedules`` says when).
+        """
+        self._reducer.set_ratio(ratio)
 
     @property
     def stats(self) -> Ledger:

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from ..compression import BaseCompressor
 from ..error_feedback import ErrorFeedbackBuffer
-from ..error_feedback.state import STATE_FORMAT, SavedBucket, check_kept, check_state, fold_owner_
+from ..error_feedback.state import (
+    STATE_FORMAT,
+    SavedBucket,
+    check_kept,
+    check_state,
+    fold_owner_,
+    saved_ratio,
+)
 from ..kernels import describe
 from ..kernels.reference import all_finite
 from ..layout import BucketLayout
@@ -27,6 +34,7 @@ from ..types import (
     Slot,
     Stamp,
     Transport,
+    check_ratio,
     unknown_name,
 )
 from .collectives import AllGather, Sharded
@@ -43,6 +51,8 @@ COLLECTIVES: dict[str, CollectiveFactory] = {
 class _Lane(NamedTuple):
     name: str
     collective: Collective
+    ratio: float
+    """What its message sizes were computed for."""
 
 
 class Reducer:
@@ -70,9 +80,8 @@ class Reducer:
         self.transport = transport
         self.memory = memory if memory is not None else ErrorFeedbackBuffer()
         feedback = bool(self.config.error_feedback)
-        self.stats = Ledger(
-            _method(self.config, compressor), describe(self._device), feedback, compressor.unbiased
-        )
+        self.stats = Ledger(_method(compressor), describe(self._device), feedback, compressor.unbiased)
+        self.stats.ratio = self.ratio
         self.step = 0
         self.taken = 0
         """Steps that counted: nobody's gradient was NaN or infinite."""
@@ -85,6 +94,31 @@ class Reducer:
         self._seen: list[BucketLayout] = []
         self._touched: list[Slot] = []
         self._finite = True
+
+    @property
+    def ratio(self) -> float:
+        """Share of the entries that is sent now; ``config.ratio`` is what it began with."""
+        return self.compressor.ratio
+
+    def set_ratio(self, ratio: float) -> None:
+        """Send this share of the entries from the next step on. All ranks call it together, between steps.
+
+        What is owed stays owed, by workers and by owners. Messages of different sizes would end
+        the process group, so the ranks compare first: if any rank has another ratio or an
+        impossible one, every rank raises and nothing is changed anywhere.
+        """
+
+        def prepare() -> tuple[None, dict[str, Any]]:
+            check_new_ratio(self.compressor, ratio)
+            return None, {"ratio": float(ratio)}
+
+        agree(self.transport, self._device, prepare)
+        self._take_ratio(ratio)
+
+    def _take_ratio(self, ratio: float) -> None:
+        """From now on; buckets notice by themselves (``_reduce_part_``)."""
+        self.compressor.ratio = self.stats.ratio = float(ratio)
+        self.stats.method = _method(self.compressor)
 
     def reduce_(self, layout: BucketLayout, bucket: Tensor, *, last: bool, joined: bool = False) -> None:
         """Overwrite ``bucket`` with the mean over all workers; ``last`` ends the step.
@@ -113,7 +147,9 @@ class Reducer:
         self._touched, self._finite, self._seen = [], True, []
 
     def _reduce_part_(self, layout: BucketLayout, bucket: Tensor, joined: bool) -> None:
-        lane = self._lanes.get(layout) or self._new_lane(layout, bucket.device)
+        lane = self._lanes.get(layout)
+        if lane is None or lane.ratio != self.ratio:
+            lane = self._new_lane(layout, bucket.device)
         memory = self.memory.open(layout, bucket.device) if self.config.error_feedback else None
         stamp = Stamp(self.config.seed, self.step, len(self._seen), sender=self.transport.rank)
         self._seen.append(layout)
@@ -179,13 +215,19 @@ class Reducer:
     # --- layouts ---------------------------------------------------------------------------
 
     def _new_lane(self, layout: BucketLayout, device: torch.device) -> _Lane:
-        """A collective for a bucket not seen before; buckets that it replaces hand over."""
+        """A collective for a bucket not seen before, or not with this ratio.
+
+        Those that it replaces hand over: to one of the same kind for the same bucket as it is, to
+        any other by way of the residual.
+        """
         names = set(layout.names)
-        for old in [known for known in self._lanes if names.intersection(known.names)]:
-            lane = self._lanes.pop(old)
-            if self.config.error_feedback:
-                lane.collective.fold_(self.memory.open(old, device).old)
         lane = choose(layout, self.compressor, self.config, self.transport, device)
+        for old in [known for known in self._lanes if names.intersection(known.names)]:
+            before = self._lanes.pop(old)
+            if old == layout and before.name == lane.name:
+                lane.collective.load_state_dict(before.collective.state_dict())
+            elif self.config.error_feedback:
+                before.collective.fold_(self.memory.open(old, device).old)
         for saved in self._plan:
             if saved.state and names.intersection(saved.layout.names):
                 if saved.layout == layout and saved.way == lane.name:
@@ -229,6 +271,7 @@ class Reducer:
             "rank": self.transport.rank,
             "world_size": self.transport.world_size,
             "config": self.config.as_dict(),
+            "ratio": self.ratio,
             "residuals": self.memory.state_dict(),
             "kept": {name: kept.state_dict() for name, kept in self.kept.items()},
             "buckets": [bucket.as_dict() for bucket in buckets],
@@ -238,10 +281,11 @@ class Reducer:
         """Go on where ``state`` was saved; ``shapes`` are the model's parameters, to check against.
 
         All ranks call it together. If any rank's state does not fit, or they are of different
-        steps, every rank raises and nothing is changed anywhere.
+        steps, every rank raises and nothing is changed anywhere. The ratio that was in force comes
+        back, unless this run was configured with another one than that of the state.
         """
 
-        def prepare() -> tuple[list[SavedBucket], dict[str, Any]]:
+        def prepare() -> tuple[tuple[list[SavedBucket], float], dict[str, Any]]:
             plan = check_state(state, self.transport.rank, self.transport.world_size, shapes)
             check_kept(state, self.kept)
             if not self.config.error_feedback and any(bool(r.any()) for r in state["residuals"].values()):
@@ -249,10 +293,13 @@ class Reducer:
                     "state holds residuals, but error_feedback is off: they would never be sent. Turn it "
                     "on, or empty state['residuals'] if they are to be dropped"
                 )
+            ratio = saved_ratio(state, self.config.ratio) or self.ratio
             names = [list(saved.layout.names) for saved in plan]
-            return plan, {"state": {"step": state["step"], "buckets": names}}
+            told = {"state": {"step": state["step"], "ratio": ratio, "buckets": names}}
+            return (plan, ratio), told
 
-        self._plan = agree(self.transport, self._device, prepare)
+        self._plan, ratio = agree(self.transport, self._device, prepare)
+        self._take_ratio(ratio)
         self.memory.load_state_dict(state["residuals"])
         for name, kept in self.kept.items():
             kept.load_state_dict(state["kept"][name])
@@ -294,7 +341,10 @@ def choose(
     little accuracy, so where it chooses (fewer entries than elements) it must save 40 %.
     """
     names = compressor.collectives if config.collective == "auto" else (config.collective,)
-    lanes = [_Lane(name, COLLECTIVES[name](layout, compressor, config, transport, device)) for name in names]
+    lanes = [
+        _Lane(name, COLLECTIVES[name](layout, compressor, config, transport, device), compressor.ratio)
+        for name in names
+    ]
     best = lanes[0]
     margin = 0.6 if compressor.quota(layout.numel) < layout.numel else 1.0
     for other in lanes[1:]:
@@ -324,6 +374,14 @@ def split_by_size(layout: BucketLayout, limit: int = MAX_NUMEL) -> list[BucketLa
     return [BucketLayout(tuple(names), tuple(shapes)) for names, shapes in parts]
 
 
-def _method(config: CompressionConfig, compressor: BaseCompressor) -> str:
-    sparse = compressor.index_format != "all"
-    return f"{compressor.name}, ratio {config.ratio:g}, {config.values} values" if sparse else compressor.name
+def check_new_ratio(compressor: BaseCompressor, ratio: float) -> None:
+    """Raises ValueError unless ``compressor`` has a ratio, and it can be ``ratio``."""
+    if not compressor.sparse:
+        raise ValueError(f"{compressor.name!r} sends every entry: it has no ratio to change")
+    check_ratio(ratio)
+
+
+def _method(compressor: BaseCompressor) -> str:
+    if not compressor.sparse:
+        return compressor.name
+    return f"{compressor.name}, ratio {compressor.ratio:g}, {compressor.values} values"

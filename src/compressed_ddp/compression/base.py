@@ -74,6 +74,11 @@ class BaseCompressor(ABC):
         self.codec = MessageCodec.named(self.index_format, values)
         self.stats = CompressStats()
 
+    @property
+    def sparse(self) -> bool:
+        """Whether entries are chosen, so that ``ratio`` means something; it may change between calls."""
+        return self.index_format != "all"
+
     def options(self) -> dict[str, Any]:
         """The settings that all workers must share, under their names in CompressionConfig."""
         return {"ratio": self.ratio, "values": self.values, "seed": self.seed}

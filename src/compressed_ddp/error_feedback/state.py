@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layout import BucketLayout, Partition
+from ..types import check_ratio
 
 STATE_FORMAT = 2
 _FIELDS = ("format", "step", "taken", "rank", "world_size", "config", "residuals", "kept", "buckets")
@@ -68,6 +69,17 @@ def check_kept(state: Mapping[str, Any], names: Iterable[str]) -> None:
             f"compression, this one keeps {', '.join(here) or 'nothing'}: attach the same one, or start "
             "without a state"
         )
+
+
+def saved_ratio(state: Mapping[str, Any], configured: float) -> float | None:
+    """The ratio in force when ``state`` was saved; None if that run was not ``configured`` like this one."""
+    try:
+        began = state["config"]["ratio"]
+        ratio = state.get("ratio", began)  # states of older versions have one ratio throughout
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"damaged state: {type(error).__name__} {error}") from error
+    check_ratio(ratio)
+    return float(ratio) if began == configured else None
 
 
 def _check_bucket(bucket: SavedBucket, rank: int, world_size: int, shapes: Mapping[str, torch.Size]) -> None:

@@ -48,6 +48,8 @@ class Ledger:
         self.kernels = kernels
         self.error_feedback = error_feedback
         self.unbiased = unbiased
+        self.ratio = 1.0
+        """Share of the entries that is sent now."""
         self.collectives: dict[str, int] = {}
         """How many buckets of the current layout go which way."""
         self.total = StepRecord()
@@ -86,6 +88,7 @@ class Ledger:
     def as_dict(self) -> dict[str, object]:
         return {
             "method": self.method,
+            "ratio": self.ratio,
             "kernels": self.kernels,
             "error_feedback": self.error_feedback,
             "collectives": dict(self.collectives),

@@ -17,6 +17,7 @@ from ..types import CompressionConfig, unknown_name
 Optimizer = Literal["sgd", "adam", "adamw", "rmsprop"]
 Schedule = Literal["constant", "cosine", "linear", "step"]
 Precision = Literal["fp32", "bf16", "fp16"]
+RatioSchedule = Literal["constant", "warmup", "step"]
 
 ADAMS = ("adam", "adamw")
 LEARNING_RATES = {"sgd": 0.05, "adam": 0.001, "adamw": 0.001, "rmsprop": 0.0005}
@@ -161,6 +162,20 @@ class Compress:
     split_optimizer: bool | None = None
     """adam, adamw: each worker divides by its own second moment before compression, and there is no first
     one. Default: where entries wait in a residual, because there the usual order loses much."""
+    ratio_schedule: RatioSchedule = "constant"
+    """How the ratio comes down to what --ratio says, over ratio_warmup epochs: warmup in four stages of one
+    factor, from nearly everything; step from ten times as much, at once."""
+    ratio_warmup: float = 0.0
+    """Epochs in which more is sent, as ratio_schedule says."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio_warmup < float("inf"):
+            raise ValueError(f"ratio_warmup must be 0 or more, got {self.ratio_warmup}")
+        if (self.ratio_schedule == "constant") != (self.ratio_warmup == 0):
+            raise ValueError(
+                f"ratio_schedule {self.ratio_schedule} with ratio_warmup {self.ratio_warmup:g}: a schedule "
+                "needs its epochs, and epochs need ratio_schedule warmup or step"
+            )
 
 
 SECTIONS: dict[str, type] = {
@@ -188,6 +203,11 @@ class TrainConfig:
         if self.switch.split_optimizer and not (self.compress and self.optimisation.optimizer in ADAMS):
             raise ValueError(
                 "split_optimizer needs compress and optimizer adam or adamw; leave it out otherwise"
+            )
+        if self.compress and self.switch.ratio_warmup and not from_config(self.compression).sparse:
+            raise ValueError(
+                f"ratio_schedule with compressor {self.compression.compressor}, which sends every entry: use "
+                "topk, threshold or randomk"
             )
 
     @property

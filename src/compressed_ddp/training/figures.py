@@ -81,6 +81,7 @@ def report(trainer: Trainer, seconds: float) -> None:
                 "sync/bytes_sent": last.bytes_sent,
                 "sync/bytes_received": last.bytes_received,
                 "sync/ratio": last.bytes_sent / max(last.dense_bytes, 1),
+                "sync/entries": trainer.sync.stats.ratio,
                 "sync/residual_norm": trainer.sync.residual_norm(),
                 "time/step": seconds,
                 **{f"time/{name}": getattr(last, name) for name in TIMES},

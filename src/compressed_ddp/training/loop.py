@@ -24,7 +24,7 @@ from ..types import seed_of
 from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .figures import Sums, TrainingDiverged, diverged, histograms, means, report, summary
-from .optimise import learning_rate, make_optimizer
+from .optimise import learning_rate, make_optimizer, ratio_schedule
 from .place import Place
 from .plain import PlainSync
 from .progress import Progress
@@ -78,6 +78,7 @@ class Trainer:
             if config.compress
             else PlainSync(self.ddp)
         )
+        self.ratio = ratio_schedule(config.switch, self.sync.ratio)
         self.scaler = torch.amp.GradScaler(place.device.type, enabled=settings.precision == "fp16")
         self.batches = Batches(
             data.train, settings.batch_size, rank=place.rank, world_size=place.world_size, seed=settings.seed
@@ -141,6 +142,8 @@ class Trainer:
         rate = learning_rate(settings, progress, self._end())
         for options in self.optimizer.param_groups:
             options["lr"] = rate
+        if self.ratio(progress) != self.sync.ratio:  # on all workers in the same step
+            self.sync.set_ratio(self.ratio(progress))
         self.optimizer.zero_grad(set_to_none=True)
         if self.scaler.is_enabled():  # asking waits for the device
             self.sync.loss_scale = self.scaler.get_scale()

@@ -1,7 +1,7 @@
-"""The optimizer, and its learning rate as a function of nothing but how far the run has come.
+"""The optimizer; its learning rate and the ratio as functions of nothing but how far the run has come.
 
-So the rate has no state: a resumed run, also one with another number of workers, has the rate that
-it would have had.
+So they have no state: a resumed run, also one with another number of workers, has the rate and the
+ratio that it would have had.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ..optim import SplitAdam
-from .config import Optimisation
+from ..schedules import Schedule, constant, steps, warmup
+from .config import Compress, Optimisation
 
 
 def learning_rate(settings: Optimisation, progress: float, end: float) -> float:
@@ -28,6 +29,15 @@ def learning_rate(settings: Optimisation, progress: float, end: float) -> float:
     if settings.schedule == "linear":
         return rate * (1.0 - done)
     return rate * (0.01 if done >= 0.75 else 0.1 if done >= 0.5 else 1.0)
+
+
+def ratio_schedule(settings: Compress, ratio: float) -> Schedule:
+    """The ratio after so many epochs; ``ratio`` itself in the end."""
+    if settings.ratio_schedule == "warmup":
+        return warmup(ratio, settings.ratio_warmup)
+    if settings.ratio_schedule == "step":
+        return steps(min(1.0, 10 * ratio), {settings.ratio_warmup: ratio})
+    return constant(ratio)
 
 
 def make_optimizer(settings: Optimisation, model: nn.Module, *, split: bool = False) -> torch.optim.Optimizer:

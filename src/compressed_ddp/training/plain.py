@@ -24,10 +24,15 @@ class PlainSync:
     def __init__(self, model: DistributedDataParallel) -> None:
         self.stats = Ledger("plain DDP", "torch", error_feedback=False, unbiased=True)
         self.loss_scale = 1.0
+        self.ratio = 1.0
         self.error: BaseException | None = None
         self._group = model.process_group
         self._world_size = self._group.size()
         model.register_comm_hook(self, timed_all_reduce)
+
+    def set_ratio(self, ratio: float) -> None:
+        """Everything is sent, always."""
+        raise ValueError("plain DDP sends every entry: it has no ratio to change")
 
     def residual_norm(self) -> float:
         """Nothing is ever owed."""
