@@ -245,6 +245,9 @@ def refused(rank: int, world: int, what: str) -> str:
             attach(DDP(small_model()), "topk")  # type: ignore[arg-type]
         elif what == "pairs":
             DistributedBackend().allreduce_gradients(small_model().parameters())  # type: ignore[arg-type]
+        elif what == "momentum twice":
+            model = DDP(small_model())
+            attach(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         elif what == "closed":
             model = DDP(small_model())
             attach(model).close()

@@ -13,7 +13,7 @@ from .compression import (
     get_compressor,
 )
 from .error_feedback import ErrorFeedbackBuffer, reshard_states
-from .optim import SplitAdam, SplitOptimizer
+from .optim import SplitAdam, SplitOptimizer, SplitSGD
 from .types import CompressionConfig, Payload, SyncError, WireError
 from .version import __version__
 
@@ -26,6 +26,7 @@ __all__ = [
     "Payload",
     "SplitAdam",
     "SplitOptimizer",
+    "SplitSGD",
     "SyncError",
     "TopKCompressorCPU",
     "TopKCompressorGPU",

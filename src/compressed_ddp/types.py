@@ -206,11 +206,20 @@ class Collective(Protocol):
     traffic: int
     """Payload bytes that this rank sends for one bucket, and receives."""
 
-    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, held: Held = ()) -> bool:
+    def mean_(
+        self,
+        bucket: Tensor,
+        memory: Slot | None,
+        stamp: Stamp,
+        clock: Clock,
+        held: Held = (),
+        sent: list[Tensor] | None = None,
+    ) -> bool:
         """Overwrite ``bucket`` (the local gradient) with the mean; False: someone's was not finite.
 
         Reads ``memory.old`` and writes ``memory.new``. What is owed in the ranges ``held``, where
-        the gradient is zero, is not sent now.
+        the gradient is zero, is not sent now. To ``sent`` come bucket positions of the entries that
+        this worker chose; none where all of them travel, so that none had to wait.
         """
         ...
 
@@ -256,6 +265,10 @@ class SenderHalf(Protocol):
 
     def before_(self, layout: BucketLayout, bucket: Tensor, slots: Mapping[str, Slot], taken: int) -> None:
         """Replace ``bucket``. Reads the slots' ``old`` and writes their ``new``."""
+        ...
+
+    def after_(self, slots: Mapping[str, Slot], sent: Sequence[Tensor]) -> None:
+        """May change the slots' ``new``, knowing what was ``sent`` (see ``Collective.mean_``)."""
         ...
 
 

@@ -100,6 +100,7 @@ def test_overflow_on_one_rank_is_skipped_by_all(pool: Pool, way: str) -> None:
         ("twice", "can only be called once"),
         ("text", "TypeError: attach needs a CompressionConfig, got 'topk'"),
         ("pairs", "TypeError: (name, parameter) pairs are needed: pass model.named_parameters()"),
+        ("momentum twice", "TypeError: SGD has momentum 0.9 and adds it after compression"),
         ("closed", "GradientSync was closed"),
         ("name", "ValueError: unknown compressor 'topq'; did you mean 'topk'?"),
     ],

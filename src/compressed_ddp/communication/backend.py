@@ -17,6 +17,7 @@ from ..compression.factory import from_config
 from ..error_feedback import ErrorFeedbackBuffer
 from ..layout import BucketLayout
 from ..metrics import Ledger
+from ..optim import checked_split
 from ..types import CompressionConfig, Transport
 from .handshake import agree, fingerprint
 from .reducer import Reducer, check_new_ratio, resolve, split_by_size
@@ -40,12 +41,14 @@ class DistributedBackend:
         bucket_cap_mb: float = 25.0,
         group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """``config`` adds what a compressor does not know: collective, scope, timeout and so on. Given
         without a compressor, it names that too.
 
         Without ``error_buffer`` nothing is remembered: what is not sent is lost. ``transport``
-        replaces the process group (tests and simulations).
+        replaces the process group (tests and simulations). ``optimizer`` is for those of
+        ``compressed_ddp.optim``, which do half of their work before compression.
         """
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
@@ -57,6 +60,7 @@ class DistributedBackend:
         self._cap = int(bucket_cap_mb * 2**20)
         self._group = group
         self._transport = transport
+        self._halves = None if optimizer is None else checked_split(optimizer)
         self._reducer: Reducer | None = None
         self._buckets: dict[tuple[tuple[str, torch.Size], ...], list[BucketLayout]] = {}
 
@@ -93,7 +97,7 @@ class DistributedBackend:
         none counts as zero, so that ranks may differ in what they used. The first call compares
         models and configurations and raises SyncError if they differ.
         """
-        if self.world_size == 1 and not self.error_buffer:
+        if self.world_size == 1 and not self.error_buffer and self._halves is None:
             return
         start = time.perf_counter()
         parameters = _trained(named_parameters)
@@ -148,10 +152,14 @@ class DistributedBackend:
         def prepare() -> tuple[CompressionConfig, dict[str, Any]]:
             feedback = self._config.error_feedback if self.error_buffer is not None else False
             config = resolve(replace(self._config, error_feedback=feedback), compressor)
-            return config, fingerprint(config, parameters)
+            told = fingerprint(config, parameters)
+            if self._halves is not None:
+                self._halves.join(parameters, transport.world_size)
+                told["optimizer"] = self._halves.describe()
+            return config, told
 
         config = agree(transport, device, prepare)
-        return Reducer(compressor, config, transport, self.error_buffer, device)
+        return Reducer(compressor, config, transport, self.error_buffer, device, self._halves)
 
     def _layouts(self, parameters: Mapping[str, Tensor]) -> list[BucketLayout]:
         """Parameters in order, in buckets of one dtype and device and about ``bucket_cap_mb``."""

@@ -47,9 +47,17 @@ class AllGather:
         self._packer = worker_packer(layout, compressor, config, 1, device)
         self.traffic = (transport.world_size - 1) * self._packer.row_bytes
 
-    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, held: Held = ()) -> bool:
+    def mean_(
+        self,
+        bucket: Tensor,
+        memory: Slot | None,
+        stamp: Stamp,
+        clock: Clock,
+        held: Held = (),
+        sent: list[Tensor] | None = None,
+    ) -> bool:
         world = self._net.world_size
-        row = self._packer.pack_(bucket, memory, stamp, clock, held)[0]
+        row = self._packer.pack_(bucket, memory, stamp, clock, held, sent)[0]
         with clock.phase("wait"):
             inbox = row.new_empty((world, row.numel()))
             self._net.all_gather(inbox, row)
@@ -108,9 +116,17 @@ class Sharded:
         cuts = [part.local_index(offset, me) for offset in layout.offsets]
         self._hold = list(pairwise(cuts)) if config.hold_unused else []
 
-    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, held: Held = ()) -> bool:
+    def mean_(
+        self,
+        bucket: Tensor,
+        memory: Slot | None,
+        stamp: Stamp,
+        clock: Clock,
+        held: Held = (),
+        sent: list[Tensor] | None = None,
+    ) -> bool:
         world, me = self._net.world_size, self._net.rank
-        rows = self._sent.pack_(bucket, memory, stamp, clock, held)
+        rows = self._sent.pack_(bucket, memory, stamp, clock, held, sent)
         with clock.phase("wait"):
             inbox = torch.empty_like(rows)
             self._net.all_to_all(inbox, rows)

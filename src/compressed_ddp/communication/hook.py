@@ -17,7 +17,7 @@ from ..compression.base import BaseCompressor, check_gradient
 from ..compression.factory import from_config
 from ..layout import BucketLayout
 from ..metrics import Ledger
-from ..optim import SplitOptimizer
+from ..optim import SplitOptimizer, checked_split
 from ..types import CompressionConfig, SyncError
 from .handshake import agree, fingerprint
 from .reducer import Reducer, resolve, split_by_size
@@ -53,7 +53,7 @@ class GradientSync:
             resolved = resolve(replace(config, hold_unused=hold), compressor)
             told = fingerprint(resolved, parameters)
             if optimizer is not None:
-                optimizer.join(parameters)
+                optimizer.join(parameters, self._transport.world_size)
                 told["optimizer"] = optimizer.describe()
             return (compressor, resolved), told
 
@@ -236,12 +236,8 @@ def attach(
         raise TypeError(
             f"attach needs a CompressionConfig, got {config!r}; CompressionConfig(compressor=...)"
         )
-    if optimizer is not None and not isinstance(optimizer, SplitOptimizer):
-        raise TypeError(
-            f"{type(optimizer).__name__} does nothing before compression: leave optimizer= out, or use one "
-            "of compressed_ddp.optim"
-        )
-    sync = GradientSync(model, config or CompressionConfig(), optimizer)
+    halves = None if optimizer is None else checked_split(optimizer)
+    sync = GradientSync(model, config or CompressionConfig(), halves)
     try:
         model.register_comm_hook(sync, compressed_hook)
     except BaseException:

@@ -22,7 +22,7 @@ class LowRank:
     2. right = mean of M_i.T @ left.
 
     Worker i sent left @ (M_i.T @ left).T, whose mean is the result: that, and not the mean, is
-    subtracted from its residual. So the law holds here too.
+    subtracted from its residual. So the law holds here too. Nothing is ``sent`` by positions.
     """
 
     def __init__(
@@ -47,7 +47,15 @@ class LowRank:
         floats = whole + sum((r + c) * compressor.rank for r, c in self._matrices.values())
         self.traffic = 2 * (transport.world_size - 1) * floats * 4 // transport.world_size
 
-    def mean_(self, bucket: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, held: Held = ()) -> bool:
+    def mean_(
+        self,
+        bucket: Tensor,
+        memory: Slot | None,
+        stamp: Stamp,
+        clock: Clock,
+        held: Held = (),
+        sent: list[Tensor] | None = None,
+    ) -> bool:
         with clock.phase("select"):
             due = torch.empty_like(bucket, dtype=torch.float32) if memory is None else memory.new
             torch.add(bucket, 0.0 if memory is None else memory.old, out=due)

@@ -50,15 +50,23 @@ class Packer:
         self._shapes = [(part.local_numel(s), part.k(s), self.small[s].numel()) for s in shards]
         self._nbytes = [self.codec.nbytes(*shape) for shape in self._shapes]
         self.row_bytes = max(self._nbytes)
+        self._chooses = part.total < part.numel - small.numel()
 
     def pack_(
-        self, gradient: Tensor, memory: Slot | None, stamp: Stamp, clock: Clock, held: Held = ()
+        self,
+        gradient: Tensor,
+        memory: Slot | None,
+        stamp: Stamp,
+        clock: Clock,
+        held: Held = (),
+        sent: list[Tensor] | None = None,
     ) -> Tensor:
         """Messages (shards, row_bytes) for ``memory.old + gradient``; the rest to ``memory.new``.
 
         The law: ``old + gradient == decode(own messages) + new``. May overwrite ``gradient`` where
         small tensors lie. If anything is not finite, every message says so and ``memory.new``
-        means nothing. What is owed in the ranges ``held`` stays owed.
+        means nothing. What is owed in the ranges ``held`` stays owed. ``sent`` is as for
+        ``Collective.mean_``.
         """
         start = time.perf_counter()
         original = gradient.numel() * gradient.element_size()
@@ -72,6 +80,9 @@ class Packer:
             small = [self._detach_(gradient, residual, positions) for positions in self.small]
             taken, finite = self.compressor.take_parts(residual, gradient, out, self.part, stamp)
             finite = finite and all(all_finite(values) for values in small if values.numel())
+            if sent is not None and self._chooses:
+                # A zero says nothing; it may stand for a small tensor's entry, or one that is held.
+                sent += [self.part.to_global(at[values != 0], s) for s, (values, at) in enumerate(taken)]
         with clock.phase("encode"):
             rows = gradient.new_zeros((self.part.shards, self.row_bytes), dtype=torch.uint8)
             for shard, size in enumerate(self._nbytes):

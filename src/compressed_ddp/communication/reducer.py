@@ -136,7 +136,8 @@ class Reducer:
             else:
                 self._reduce_parts_(layout, parts, bucket, joined)
         elif layout.numel > 0:
-            self._send_(layout, bucket, self._unused(layout, bucket))
+            held = self._unused(layout, bucket)
+            self._after_(self._before_(layout, bucket, held), [], held)
             self._pay_(layout, bucket)
             self._finite &= not self._touched or all_finite(bucket)
         if last:
@@ -155,8 +156,13 @@ class Reducer:
         self._seen.append(layout)
         held = [(0, layout.numel)] if joined else self._unused(layout, bucket)
         with self.stats.phase("select"):
-            self._send_(layout, bucket, held)
-        self._finite &= lane.collective.mean_(bucket, memory, stamp, self.stats, held)
+            slots = self._before_(layout, bucket, held)
+        sent: list[Tensor] = []
+        self._finite &= lane.collective.mean_(
+            bucket, memory, stamp, self.stats, held, sent if slots else None
+        )
+        with self.stats.phase("select"):
+            self._after_(slots, sent, held)
         self._touched += lane.collective.slots
         if memory is not None:
             self._touched.append(memory)
@@ -178,16 +184,24 @@ class Reducer:
             return []
         return [(a, b) for a, b in pairwise(layout.offsets) if not bool(bucket[a:b].any())]
 
-    def _send_(self, layout: BucketLayout, bucket: Tensor, held: Held) -> None:
-        """The sender's half of the optimizer; it forgets nothing where there was no gradient."""
+    def _before_(self, layout: BucketLayout, bucket: Tensor, held: Held) -> dict[str, Slot]:
+        """The sender's half of the optimizer, and what it remembers; it wants nothing in ranges ``held``."""
         if self._sender is None:
-            return
+            return {}
         slots = {name: kept.open(layout, bucket.device) for name, kept in self.kept.items()}
         self._sender.before_(layout, bucket, slots, self.taken)
+        for a, b in held:
+            bucket[a:b] = 0
+        self._touched += slots.values()
+        return slots
+
+    def _after_(self, slots: Mapping[str, Slot], sent: Sequence[Tensor], held: Held) -> None:
+        """The end of the sender's half; it forgets nothing where there was no gradient."""
+        if self._sender is not None and slots:
+            self._sender.after_(slots, sent)
         for slot in slots.values():
             for a, b in held:
                 slot.new[a:b] = slot.old[a:b]
-        self._touched += slots.values()
 
     def _pay_(self, layout: BucketLayout, bucket: Tensor) -> None:
         """Alone there is nothing to send: what an earlier, larger job still owed is applied now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .adam import SplitAdam
-from .split import SplitOptimizer
+from .sgd import SplitSGD
+from .split import SplitOptimizer, checked_split
 
-__all__ = ["SplitAdam", "SplitOptimizer"]
+__all__ = ["SplitAdam", "SplitOptimizer", "SplitSGD", "checked_split"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,10 +24,10 @@ class Memory(NamedTuple):
 class SplitOptimizer(torch.optim.Optimizer):
     """An optimizer in two halves; hand it to ``attach(model, config, optimizer=...)``.
 
-    ``local_`` turns a worker's own gradient into what that worker would do, learning rate included;
-    this is what is compressed, and what the residual holds. ``step`` applies the mean, which it finds
-    in ``grad``. What ``local_`` remembers lies with the residuals: it is part of a step's transaction
-    and of ``GradientSync.state_dict``.
+    ``local_`` turns a worker's own gradient into what that worker would do; this is what is
+    compressed, and what the residual holds. ``step`` finds the mean in ``grad`` and applies it. What
+    ``local_`` remembers lies with the residuals: it is part of a step's transaction and of
+    ``GradientSync.state_dict``.
     """
 
     memories: ClassVar[tuple[str, ...]] = ()
@@ -45,11 +45,12 @@ class SplitOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_norm must be positive, got {max_norm}; leave it out for none")
         super().__init__(params, defaults)
         self.max_norm = max_norm
+        self.world_size = 1
         self._group_of: dict[str, int] = {}
         self._numel = 0
 
-    def join(self, parameters: Mapping[str, Tensor]) -> None:
-        """Learn the parameters' names; ``attach`` calls it."""
+    def join(self, parameters: Mapping[str, Tensor], world_size: int = 1) -> None:
+        """Learn the parameters' names and the number of workers; ``attach`` calls it."""
         groups = {id(p): at for at, group in enumerate(self.param_groups) for p in group["params"]}
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         missing = [name for name, p in trained.items() if id(p) not in groups]
@@ -60,6 +61,7 @@ class SplitOptimizer(torch.optim.Optimizer):
             )
         self._group_of = {name: groups[id(p)] for name, p in trained.items()}
         self._numel = sum(p.numel() for p in trained.values())
+        self.world_size = world_size
 
     def describe(self) -> dict[str, Any]:
         """What must be equal on all workers."""
@@ -73,7 +75,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         """
         gradient = bucket.to(torch.float32)
         if self.max_norm is not None:
-            limit = self.max_norm * math.sqrt(layout.numel / self._numel)
+            limit = self.max_norm * self.slack() * math.sqrt(layout.numel / self._numel)
             # Without a look at the norm from here: that would wait for the device.
             gradient *= (limit / gradient.norm()).clamp(max=1.0)
         for start, stop, options in self._runs(layout):
@@ -84,15 +86,22 @@ class SplitOptimizer(torch.optim.Optimizer):
         if gradient is not bucket:
             bucket.copy_(gradient)
 
+    def slack(self) -> float:
+        """How much larger than ``max_norm`` one worker's gradient may be."""
+        return 1.0
+
     def local_(
         self, gradient: Tensor, memory: Mapping[str, Memory], options: Mapping[str, Any], taken: int
     ) -> None:
-        """Overwrite ``gradient`` (flat, float32) with the change this worker wants, to be subtracted."""
+        """Overwrite ``gradient`` (flat, float32) with what this worker wants, to be subtracted."""
         raise NotImplementedError
+
+    def after_(self, slots: Mapping[str, Slot], sent: Sequence[Tensor]) -> None:
+        """May change what is remembered, knowing which entries this worker chose and ``sent``."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Subtract what the workers agreed on; weight decay is decoupled, as in AdamW."""
+        """Apply what the workers agreed on, as ``apply_`` does it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -100,16 +109,19 @@ class SplitOptimizer(torch.optim.Optimizer):
         if not self._group_of:
             raise RuntimeError(
                 f"{type(self).__name__} works in two halves and the first one never ran: "
-                "pass it to attach(model, config, optimizer=...)"
+                "pass it to attach(model, config, optimizer=...), or to DistributedBackend(optimizer=...)"
             )
         for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None]
-            if not moved:
-                continue
-            if group["weight_decay"]:
-                torch._foreach_mul_(moved, 1.0 - group["lr"] * group["weight_decay"])
-            torch._foreach_sub_(moved, [p.grad for p in moved])
+            if moved:
+                self.apply_(moved, [p.grad for p in moved], group)
         return loss
+
+    def apply_(self, parameters: list[Tensor], means: list[Tensor], options: Mapping[str, Any]) -> None:
+        """Subtract the means; weight decay is decoupled, as in AdamW."""
+        if options["weight_decay"]:
+            torch._foreach_mul_(parameters, 1.0 - options["lr"] * options["weight_decay"])
+        torch._foreach_sub_(parameters, means)
 
     def _runs(self, layout: BucketLayout) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
         """Stretches of the bucket whose parameters are in one group: start, stop, its options."""
@@ -119,3 +131,19 @@ class SplitOptimizer(torch.optim.Optimizer):
             if at + 1 == len(groups) or groups[at + 1] != group:
                 yield layout.offsets[start], layout.offsets[at + 1], self.param_groups[group]
                 start = at + 1
+
+
+def checked_split(optimizer: object) -> SplitOptimizer:
+    """``optimizer`` itself; raises TypeError, with the way out, if it is not one in two halves."""
+    if isinstance(optimizer, SplitOptimizer):
+        return optimizer
+    kind = type(optimizer).__name__
+    momenta = [group.get("momentum", 0.0) for group in getattr(optimizer, "param_groups", [])]
+    if any(momenta):
+        raise TypeError(
+            f"{kind} has momentum {max(momenta)} and adds it after compression; SplitSGD adds it before, and "
+            "there it must not come twice: use SplitSGD instead, or leave optimizer= out"
+        )
+    raise TypeError(
+        f"{kind} does nothing before compression: leave optimizer= out, or use one of compressed_ddp.optim"
+    )
