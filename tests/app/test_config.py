@@ -67,10 +67,12 @@ def test_the_runs_seed_is_the_compressors_too() -> None:
         ("--compress --optimizer adamw --compressor qsgd", False),
         ("--compress --optimizer adamw --compressor fp16", False),
         ("--compress --optimizer sgd", False),
+        ("--compress --optimizer sgd --momentum-correction", True),
+        ("--optimizer sgd --momentum-correction", False),
         ("--optimizer adamw", False),
     ],
 )
-def test_adam_is_split_where_entries_wait(flags: str, split: bool) -> None:
+def test_what_is_split(flags: str, split: bool) -> None:
     assert config_of(*flags.split()).split is split
 
 
@@ -80,6 +82,12 @@ def test_adam_is_split_where_entries_wait(flags: str, split: bool) -> None:
 def test_only_a_compressed_adam_can_be_split(settings: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="split_optimizer needs compress and optimizer adam"):
         TrainConfig.from_flat(settings | {"split_optimizer": True})
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": "adamw"}, {"momentum": 0.0}], ids=str)
+def test_only_momentum_can_be_corrected(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="momentum_correction needs optimizer sgd and a momentum above 0"):
+        TrainConfig.from_flat(settings | {"momentum_correction": True, "compress": True})
 
 
 @pytest.mark.parametrize(

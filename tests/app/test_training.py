@@ -50,7 +50,10 @@ def test_same_compares_tensors() -> None:
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "topk": {"compress": True, "ratio": 0.05, "collective": "allgather"},
-    "warm-up": {"compress": True, "ratio": 0.02, "ratio_schedule": "warmup", "ratio_warmup": 1.0},
+    "dgc": {
+        **{"compress": True, "ratio": 0.02, "momentum_correction": True, "weight_decay": 0.01},
+        **{"clip_norm": 1.0, "ratio_schedule": "warmup", "ratio_warmup": 1.0},
+    },
     "sharded": {"compress": True, "ratio": 0.05, "collective": "sharded", "accumulate": 2, "clip_norm": 1.0},
     "adamw": {"compress": True, "optimizer": "adamw", "schedule": "cosine", "warmup": 0.5, "values": "int4"},
     "adamw, clipped": {"compress": True, "optimizer": "adamw", "clip_norm": 1.0, "precision": "fp16"},

@@ -162,6 +162,11 @@ class Compress:
     split_optimizer: bool | None = None
     """adam, adamw: each worker divides by its own second moment before compression, and there is no first
     one. Default: where entries wait in a residual, because there the usual order loses much."""
+    momentum_correction: bool = False
+    """sgd: each worker adds its momentum before compression, and there is none behind it; clip_norm then
+    clips each worker's own gradient."""
+    momentum_masking: bool = True
+    """With momentum_correction: where an entry was sent, its momentum begins anew."""
     ratio_schedule: RatioSchedule = "constant"
     """How the ratio comes down to what --ratio says, over ratio_warmup epochs: warmup in four stages of one
     factor, from nearly everything; step from ten times as much, at once."""
@@ -204,6 +209,10 @@ class TrainConfig:
             raise ValueError(
                 "split_optimizer needs compress and optimizer adam or adamw; leave it out otherwise"
             )
+        if self.switch.momentum_correction and not (
+            self.optimisation.optimizer == "sgd" and self.optimisation.momentum
+        ):
+            raise ValueError("momentum_correction needs optimizer sgd and a momentum above 0")
         if self.compress and self.switch.ratio_warmup and not from_config(self.compression).sparse:
             raise ValueError(
                 f"ratio_schedule with compressor {self.compression.compressor}, which sends every entry: use "
@@ -218,7 +227,7 @@ class TrainConfig:
     def split(self) -> bool:
         """Whether half of the optimizer's work is done before compression."""
         if not self.compress or self.optimisation.optimizer not in ADAMS:
-            return False
+            return self.compress and self.switch.momentum_correction
         if self.switch.split_optimizer is not None:
             return self.switch.split_optimizer
         compressor = from_config(self.compression)

@@ -71,7 +71,8 @@ class Trainer:
         self.ddp = DistributedDataParallel(
             self.model, device_ids=[place.device] if place.device.type == "cuda" else None, **_NO_BUFFERS
         )
-        self.optimizer = make_optimizer(settings, self.model, split=config.split)
+        masking = config.switch.momentum_masking
+        self.optimizer = make_optimizer(settings, self.model, split=config.split, masking=masking)
         self.halves = self.optimizer if isinstance(self.optimizer, SplitOptimizer) else None
         self.sync: GradientSync | PlainSync = (
             attach(self.ddp, config.compression, optimizer=self.halves)

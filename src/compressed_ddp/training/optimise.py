@@ -11,7 +11,7 @@ import math
 import torch
 from torch import nn
 
-from ..optim import SplitAdam
+from ..optim import SplitAdam, SplitSGD
 from ..schedules import Schedule, constant, steps, warmup
 from .config import Compress, Optimisation
 
@@ -40,9 +40,21 @@ def ratio_schedule(settings: Compress, ratio: float) -> Schedule:
     return constant(ratio)
 
 
-def make_optimizer(settings: Optimisation, model: nn.Module, *, split: bool = False) -> torch.optim.Optimizer:
+def make_optimizer(
+    settings: Optimisation, model: nn.Module, *, split: bool = False, masking: bool = True
+) -> torch.optim.Optimizer:
     """torch's own, as the settings say; or, ``split``, the one that begins before compression."""
     rate, decay, parameters = settings.rate, settings.weight_decay, model.parameters()
+    if split and settings.optimizer == "sgd":
+        return SplitSGD(
+            parameters,
+            rate,
+            momentum=settings.momentum,
+            weight_decay=decay,
+            nesterov=settings.nesterov,
+            masking=masking,
+            max_norm=settings.clip_norm,
+        )
     if split:
         return SplitAdam(parameters, rate, weight_decay=decay, max_norm=settings.clip_norm)
     if settings.optimizer == "sgd":
