@@ -263,12 +263,20 @@ class SenderHalf(Protocol):
         """What it remembers, by name, each as large as the model."""
         ...
 
+    @property
+    def masking(self) -> bool:
+        """Whether ``after_`` wants to know what was sent."""
+        ...
+
     def before_(self, layout: BucketLayout, bucket: Tensor, slots: Mapping[str, Slot], taken: int) -> None:
         """Replace ``bucket``. Reads the slots' ``old`` and writes their ``new``."""
         ...
 
     def after_(self, slots: Mapping[str, Slot], sent: Sequence[Tensor]) -> None:
-        """May change the slots' ``new``, knowing what was ``sent`` (see ``Collective.mean_``)."""
+        """May change the slots' ``new``, knowing what was ``sent`` (see ``Collective.mean_``).
+
+        Called where ``masking`` is.
+        """
         ...
 
 

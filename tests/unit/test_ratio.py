@@ -235,10 +235,22 @@ def test_loops_written_by_hand() -> None:
             backend.allreduce_gradients([("weight", weight)])
             assert backend.ratio == ratio and backend.stats is not None
             sent.append(backend.stats.last.bytes_sent)
+        other = DistributedBackend(get_compressor(0.01), ErrorFeedbackBuffer(), transport=net)
+        other.load_state_dict(backend.state_dict(), [("weight", weight)])
+        assert other.ratio == 0.05
         return sent
 
     first, second, third = run_in_process(2, work)[0]
     assert first == second > 3 * third
+
+    def differ(net: Transport) -> None:
+        backend = DistributedBackend(get_compressor(0.01), ErrorFeedbackBuffer(), transport=net)
+        backend.set_ratio(0.1 + 0.1 * net.rank)
+        weight = torch.nn.Parameter(torch.zeros(40))
+        with pytest.raises(SyncError, match=r"rank 1 differs from rank 0 in ratio: 0.2, not 0.1"):
+            backend.allreduce_gradients([("weight", weight)])
+
+    run_in_process(2, differ)
     with pytest.raises(ValueError, match="'dense' sends every entry"):
         DistributedBackend().set_ratio(0.5)
     assert DistributedBackend().ratio == 1.0

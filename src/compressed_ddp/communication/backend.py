@@ -61,6 +61,7 @@ class DistributedBackend:
         self._group = group
         self._transport = transport
         self._halves = None if optimizer is None else checked_split(optimizer)
+        self._ratio: float | None = None
         self._reducer: Reducer | None = None
         self._buckets: dict[tuple[tuple[str, torch.Size], ...], list[BucketLayout]] = {}
 
@@ -79,16 +80,17 @@ class DistributedBackend:
     @property
     def ratio(self) -> float:
         """Share of the entries that is sent now."""
+        if self._ratio is not None:
+            return self._ratio
         return self.compressor.ratio if self.compressor is not None else 1.0
 
     def set_ratio(self, ratio: float) -> None:
         """Send this share of the entries from the next step on; as ``GradientSync.set_ratio``."""
         if self._reducer is not None:
             self._reducer.set_ratio(ratio)
-        else:  # the first step compares everything
-            compressor = self.compressor or DenseCompressor()
-            check_new_ratio(compressor, ratio)
-            compressor.ratio = float(ratio)
+        else:
+            check_new_ratio(self.compressor or DenseCompressor(), ratio)
+            self._ratio = float(ratio)  # the first step compares it with everything else
 
     def allreduce_gradients(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Replace every parameter's ``grad`` by the mean over all workers.
@@ -152,14 +154,17 @@ class DistributedBackend:
         def prepare() -> tuple[CompressionConfig, dict[str, Any]]:
             feedback = self._config.error_feedback if self.error_buffer is not None else False
             config = resolve(replace(self._config, error_feedback=feedback), compressor)
-            told = fingerprint(config, parameters)
+            told = fingerprint(config, parameters) | {"ratio": self.ratio}
             if self._halves is not None:
                 self._halves.join(parameters, transport.world_size)
                 told["optimizer"] = self._halves.describe()
             return config, told
 
         config = agree(transport, device, prepare)
-        return Reducer(compressor, config, transport, self.error_buffer, device, self._halves)
+        reducer = Reducer(compressor, config, transport, self.error_buffer, device, self._halves)
+        reducer.take_ratio(self.ratio)
+        self._ratio = None
+        return reducer
 
     def _layouts(self, parameters: Mapping[str, Tensor]) -> list[BucketLayout]:
         """Parameters in order, in buckets of one dtype and device and about ``bucket_cap_mb``."""

@@ -113,10 +113,10 @@ class Reducer:
             return None, {"ratio": float(ratio)}
 
         agree(self.transport, self._device, prepare)
-        self._take_ratio(ratio)
+        self.take_ratio(ratio)
 
-    def _take_ratio(self, ratio: float) -> None:
-        """From now on; buckets notice by themselves (``_reduce_part_``)."""
+    def take_ratio(self, ratio: float) -> None:
+        """A ratio that all ranks have agreed on; buckets notice by themselves (``_reduce_part_``)."""
         self.compressor.ratio = self.stats.ratio = float(ratio)
         self.stats.method = _method(self.compressor)
 
@@ -137,7 +137,7 @@ class Reducer:
                 self._reduce_parts_(layout, parts, bucket, joined)
         elif layout.numel > 0:
             held = self._unused(layout, bucket)
-            self._after_(self._before_(layout, bucket, held), [], held)
+            self._after_(self._before_(layout, bucket, held), None, held)
             self._pay_(layout, bucket)
             self._finite &= not self._touched or all_finite(bucket)
         if last:
@@ -157,10 +157,8 @@ class Reducer:
         held = [(0, layout.numel)] if joined else self._unused(layout, bucket)
         with self.stats.phase("select"):
             slots = self._before_(layout, bucket, held)
-        sent: list[Tensor] = []
-        self._finite &= lane.collective.mean_(
-            bucket, memory, stamp, self.stats, held, sent if slots else None
-        )
+        sent: list[Tensor] | None = [] if self._sender is not None and self._sender.masking else None
+        self._finite &= lane.collective.mean_(bucket, memory, stamp, self.stats, held, sent)
         with self.stats.phase("select"):
             self._after_(slots, sent, held)
         self._touched += lane.collective.slots
@@ -195,9 +193,9 @@ class Reducer:
         self._touched += slots.values()
         return slots
 
-    def _after_(self, slots: Mapping[str, Slot], sent: Sequence[Tensor], held: Held) -> None:
+    def _after_(self, slots: Mapping[str, Slot], sent: Sequence[Tensor] | None, held: Held) -> None:
         """The end of the sender's half; it forgets nothing where there was no gradient."""
-        if self._sender is not None and slots:
+        if self._sender is not None and sent is not None:
             self._sender.after_(slots, sent)
         for slot in slots.values():
             for a, b in held:
@@ -313,7 +311,7 @@ class Reducer:
             return (plan, ratio), told
 
         self._plan, ratio = agree(self.transport, self._device, prepare)
-        self._take_ratio(ratio)
+        self.take_ratio(ratio)
         self.memory.load_state_dict(state["residuals"])
         for name, kept in self.kept.items():
             kept.load_state_dict(state["kept"][name])

@@ -69,9 +69,8 @@ class SplitSGD(SplitOptimizer):
             gradient.copy_(new)
 
     def after_(self, slots: Mapping[str, Slot], sent: Sequence[Tensor]) -> None:
-        if self.masking:
-            for positions in sent:
-                slots["momentum"].new[positions] = 0
+        for positions in sent:
+            slots["momentum"].new[positions] = 0
 
     def apply_(self, parameters: list[Tensor], means: list[Tensor], options: Mapping[str, Any]) -> None:
         """Subtract the mean velocity and the weight decay's own, both times the learning rate.

@@ -33,6 +33,9 @@ class SplitOptimizer(torch.optim.Optimizer):
     memories: ClassVar[tuple[str, ...]] = ()
     """Names of what ``local_`` remembers, each as large as the model; zeros at first."""
 
+    masking: bool = False
+    """Whether ``after_`` wants to know what was sent."""
+
     def __init__(self, params: Any, defaults: dict[str, Any], max_norm: float | None = None) -> None:
         """``max_norm``: a worker scales its own gradient down to this norm where it is larger.
 
@@ -97,7 +100,11 @@ class SplitOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def after_(self, slots: Mapping[str, Slot], sent: Sequence[Tensor]) -> None:
-        """May change what is remembered, knowing which entries this worker chose and ``sent``."""
+        """May change what is remembered, knowing which entries this worker chose and ``sent``.
+
+        Called where ``masking`` is.
+        """
+        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
