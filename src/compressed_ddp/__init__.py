@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from .communication import DistributedBackend, GradientSync, attach, compressed_hook
+from .communication import DistributedBackend, GradientSync, LocalSync, attach, compressed_hook
 from .compression import (
     CompressStats,
     TopKCompressorCPU,
@@ -23,6 +23,7 @@ __all__ = [
     "DistributedBackend",
     "ErrorFeedbackBuffer",
     "GradientSync",
+    "LocalSync",
     "Payload",
     "SplitAdam",
     "SplitOptimizer",

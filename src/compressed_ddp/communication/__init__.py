@@ -5,6 +5,7 @@ from __future__ import annotations
 from .backend import DistributedBackend
 from .collectives import AllGather, Sharded
 from .hook import GradientSync, attach, compressed_hook
+from .local import LocalSync
 from .lowrank import LowRank
 from .reducer import COLLECTIVES, Reducer
 from .transport import InProcessTransport, TorchTransport, run_in_process
@@ -15,6 +16,7 @@ __all__ = [
     "DistributedBackend",
     "GradientSync",
     "InProcessTransport",
+    "LocalSync",
     "LowRank",
     "Reducer",
     "Sharded",

@@ -167,21 +167,25 @@ class DistributedBackend:
         return reducer
 
     def _layouts(self, parameters: Mapping[str, Tensor]) -> list[BucketLayout]:
-        """Parameters in order, in buckets of one dtype and device and about ``bucket_cap_mb``."""
         key = tuple((name, p.shape) for name, p in parameters.items())
         if key not in self._buckets:
-            runs: list[list[str]] = []
-            kind, room = None, 0
-            for name, p in parameters.items():
-                nbytes = p.numel() * p.element_size()
-                if (p.dtype, p.device) != kind or nbytes > room:
-                    runs.append([])
-                    kind, room = (p.dtype, p.device), self._cap
-                runs[-1].append(name)
-                room -= nbytes
-            layouts = [BucketLayout(tuple(r), tuple(parameters[n].shape for n in r)) for r in runs]
-            self._buckets[key] = [part for layout in layouts for part in split_by_size(layout)]
+            self._buckets[key] = in_buckets(parameters, self._cap)
         return self._buckets[key]
+
+
+def in_buckets(parameters: Mapping[str, Tensor], cap: int) -> list[BucketLayout]:
+    """Parameters in order, in buckets of one dtype and device and of about ``cap`` bytes."""
+    runs: list[list[str]] = []
+    kind, room = None, 0
+    for name, p in parameters.items():
+        nbytes = p.numel() * p.element_size()
+        if (p.dtype, p.device) != kind or nbytes > room:
+            runs.append([])
+            kind, room = (p.dtype, p.device), cap
+        runs[-1].append(name)
+        room -= nbytes
+    layouts = [BucketLayout(tuple(r), tuple(parameters[n].shape for n in r)) for r in runs]
+    return [part for layout in layouts for part in split_by_size(layout)]
 
 
 def _trained(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
@@ -77,6 +79,19 @@ def handshake(transport: Transport, mine: Mapping[str, Any], device: torch.devic
                 f"rank {rank} differs from rank 0 in {field}: {other!r}, not {first!r}. All workers need "
                 "the same model, the same configuration and the same release"
             )
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A hash of names, shapes and bits, for what is too large to be compared itself."""
+    found = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        # Not by numpy: torch comes without it.
+        found.update(
+            (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+        )
+    return found.hexdigest()
 
 
 def _row(data: bytes, device: torch.device) -> torch.Tensor:

@@ -60,6 +60,32 @@ def check_state(
     return buckets
 
 
+def check_local(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Mapping[str, Any]:
+    """What LocalSync keeps besides; raises ValueError unless it is there and fits the parameters."""
+    local = state.get("local") if isinstance(state, Mapping) else None
+    if not isinstance(local, Mapping):
+        raise ValueError(
+            "not a state of LocalSync: a run without local steps cannot go on with them from its state; load "
+            "its weights and begin without one"
+        )
+    try:
+        for what in ("anchor", "momentum", *(["weights"] if local["since"] else [])):
+            tensors = local[what]
+            for name in [*shapes, *tensors]:
+                if name not in shapes or name not in tensors:
+                    where = "state" if name in tensors else "model"
+                    raise ValueError(
+                        f"{what}: {name!r} is in the {where} alone; was it saved from another model?"
+                    )
+                check_tensor(f"{what} of {name!r}", tensors[name])
+                if tensors[name].shape != shapes[name]:
+                    found, wanted = tuple(tensors[name].shape), tuple(shapes[name])
+                    raise ValueError(f"{what} of {name!r} has shape {found}, the parameter {wanted}")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"damaged state: {type(error).__name__} {error}") from error
+    return local
+
+
 def check_kept(state: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raises ValueError unless ``state`` was saved with the optimizer that this run has."""
     saved, here = sorted(state["kept"]), sorted(names)
@@ -111,6 +137,11 @@ def _check_origin(state: Mapping[str, Any], rank: int, world_size: int) -> None:
     missing = [field for field in _FIELDS if field not in state]
     if missing:
         raise ValueError(f"not a compressed-ddp state: it has no {missing[0]!r}")
+    if "local" in state:
+        raise ValueError(
+            "state was saved by LocalSync: what it owes are changes of weights, not gradients. Go on with "
+            "local steps, or load its weights and begin without a state"
+        )
     if state["format"] != STATE_FORMAT:
         raise ValueError(f"state has format {state['format']}, this release reads {STATE_FORMAT}")
     if state["world_size"] != world_size:
@@ -136,8 +167,9 @@ def reshard_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list
 
     What is still owed to the mean is conserved: a survivor's residual becomes
     ``(e + what the leavers owe / P') * P' / P``, a newcomer owes nothing. What an optimizer keeps
-    before compression stays with its worker; a newcomer has the mean of all. Returns new states;
-    with the same number of workers they are the old ones, bit for bit.
+    before compression stays with its worker; a newcomer has the mean of all. LocalSync's workers begin at the
+    anchor: what they have done since joins what they owe. Returns new states; with the same number of workers
+    they are the old ones, bit for bit.
     """
     old = len(states)
     ranks = [state.get("rank") for state in states]
@@ -147,6 +179,7 @@ def reshard_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if world_size == old:
         return [dict(state) for state in states]
+    states = [_at_anchor(state) for state in states]
     debts = [_folded(state) for state in states]
     names = sorted({name for debt in debts for name in debt})
     new: list[dict[str, Any]] = []
@@ -167,6 +200,24 @@ def reshard_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list
             | {"rank": rank, "world_size": world_size, "residuals": residuals, "kept": kept, "buckets": []}
         )
     return new
+
+
+def _at_anchor(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state of LocalSync between two meetings, as if its worker had stood still and owed what it did.
+
+    Without error feedback there is nowhere to owe it: what is not sent is lost.
+    """
+    local = state.get("local")
+    if not local or not local["since"]:
+        return state
+    residuals = dict(state["residuals"])
+    if state["config"]["error_feedback"]:
+        for name, weight in local["weights"].items():
+            anchor = local["anchor"][name]
+            begun = anchor.to(weight.dtype).to(anchor.dtype)
+            moved = (begun - weight.to(anchor.dtype)).to(torch.float32)
+            residuals[name] = residuals[name] + moved if name in residuals else moved
+    return {**state, "residuals": residuals, "local": {**local, "since": 0, "weights": {}}}
 
 
 def _mean(kept: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
