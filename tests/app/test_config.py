@@ -69,6 +69,7 @@ def test_the_runs_seed_is_the_compressors_too() -> None:
         ("--compress --optimizer sgd", False),
         ("--compress --optimizer sgd --momentum-correction", True),
         ("--optimizer sgd --momentum-correction", False),
+        ("--compress --optimizer adamw --local-steps 10", False),
         ("--optimizer adamw", False),
     ],
 )
@@ -136,6 +137,13 @@ def test_the_learning_rate_follows_the_optimizer() -> None:
         (["--backend", "mpi"], "unknown backend 'mpi'"),
         (["--target-accuracy", "200"], "at most 100"),
         (["--nesterov", "--momentum", "0"], "nesterov needs"),
+        (["--local-steps", "0"], "local_steps must be at least 1, got 0"),
+        (["--local-steps", "5", "--outer-lr", "0"], "outer_lr must be a positive number"),
+        (["--outer-momentum", "1"], "outer_momentum must be in [0, 1), got 1"),
+        (
+            "--compress --optimizer adam --local-steps 5 --split-optimizer true".split(),
+            "leave one of them out",
+        ),
         (["--resume", "nowhere"], "nowhere does not exist"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],

@@ -61,6 +61,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp16": {"compress": True, "ratio": 0.1, "precision": "fp16"},
     "bf16": {"compress": True, "ratio": 0.1, "precision": "bf16"},
     "batch norm": {"compress": True, "model": "resnet18", "limit": 24, "batch_size": 2, "epochs": 1},
+    "local": {"compress": True, "ratio": 0.05, "local_steps": 4},
+    "local, adamw": {"local_steps": 2, "optimizer": "adamw", "precision": "fp16", "schedule": "cosine"},
     "gpt": {"compress": True, "model": "gpt", "dataset": "text", "block": 16, "limit": 40, "batch_size": 4},
 }
 
@@ -130,6 +132,41 @@ def test_other_numbers_of_workers(pool: Pool, tmp_path: Path, collective: str) -
         before = now
     # 105 is not divisible by 4: one example comes again.
     assert seen == [60, 60, 60 + 45, 105, 104 + 60, 164, 164 + 10, 174, 174 + 10]
+
+
+@pytest.mark.parametrize("way", ["allgather", "sharded"])
+def test_other_numbers_of_workers_between_two_meetings(pool: Pool, tmp_path: Path, way: str) -> None:
+    """Weights differ then: what each worker did since the last meeting is owed, and so not lost."""
+    settings = SMALL | {"compress": True, "ratio": 0.05, "collective": way, "local_steps": 4}
+    settings |= {"checkpoint_every": 1, "epochs": 1, "max_steps": 6, "batch_size": 5}
+    pool.run(3, train_job, settings | {"run_dir": str(tmp_path / "a")})
+    middle = tmp_path / "a" / "checkpoints" / "step-00000005"
+    each = [read(middle, checkpoint.rank_file(rank))["sync"]["local"] for rank in range(3)]
+    assert [local["since"] for local in each] == [1, 1, 1]
+    assert same(each[0]["anchor"], each[2]["anchor"]) and not same(each[0]["weights"], each[2]["weights"])
+    for world in (2, 4):
+        again = settings | {"resume": str(middle), "run_dir": str(tmp_path / f"{world}"), "max_steps": 5}
+        pool.run(world, reload_job, again)
+        now = find(tmp_path / f"{world}")
+        was, is_ = owed(middle), owed(now)
+        assert torch.allclose(was, is_, rtol=1e-5, atol=float(was.abs().max()) * 1e-6) and bool(was.any())
+        assert same(read(now, checkpoint.rank_file(world - 1))["sync"]["local"]["anchor"], each[0]["anchor"])
+        summaries = pool.run(world, train_job, again | {"max_steps": 8})
+        assert summaries[0]["steps"] == 8 and "every 4 steps" in summaries[0]["method"]
+
+
+def test_a_plain_run_may_go_on_with_local_steps(pool: Pool, tmp_path: Path) -> None:
+    """From its own weights. A run with local steps goes on with them alone."""
+    pool.run(2, train_job, SMALL | {"epochs": 1, "run_dir": str(tmp_path / "a")})
+    more = SMALL | {"resume": str(tmp_path / "a"), "run_dir": str(tmp_path / "b"), "local_steps": 3}
+    first, second = pool.run(2, train_job, more)[0]["history"]
+    assert second["train_loss"] < first["train_loss"]
+    for wrong, told in (
+        ({}, "resume it with --compress, or --local-steps"),
+        ({"compress": True}, "LocalSync"),
+    ):
+        with pytest.raises(JobFailed, match=told):
+            pool.run(2, train_job, SMALL | wrong | {"resume": str(tmp_path / "b"), "epochs": 3})
 
 
 def reload_job(rank: int, world: int, settings: dict[str, Any]) -> None:

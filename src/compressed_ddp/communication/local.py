@@ -111,6 +111,16 @@ class LocalSync:
         """How often the workers have met."""
         return self._reducer.step
 
+    @property
+    def ratio(self) -> float:
+        """Share of the entries that a meeting sends."""
+        return self._reducer.ratio
+
+    def set_ratio(self, ratio: float) -> None:
+        """Send this share of the entries from the next meeting on; as ``GradientSync.set_ratio``."""
+        self._check_open()
+        self._reducer.set_ratio(ratio)
+
     def residual_norm(self) -> float:
         """The Euclidean norm of what this rank has not sent yet."""
         return self._reducer.memory.norm()

@@ -56,7 +56,12 @@ def command(arguments: Sequence[str]) -> int:
     ratios = _numbers("ratios", options.ratios, float)
     seeds = [config.optimisation.seed] if options.seeds is None else _numbers("seeds", options.seeds, int)
     # Wrong ratios are found before the first training, not after it.
-    runs = [(r, s, config.but(compress=r != 1, ratio=r, seed=s)) for s in seeds for r in ratios]
+    steps = config.meetings.local_steps
+    runs = [
+        (r, s, config.but(compress=r != 1, ratio=r, seed=s, local_steps=None if r == 1 else steps))
+        for s in seeds
+        for r in ratios
+    ]
     name = f"compare-{config.task.model}-{config.task.dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
     out = Path(options.out) if options.out is not None else Path(config.running.runs) / name
     summaries, status = [], 0

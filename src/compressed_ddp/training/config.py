@@ -183,11 +183,32 @@ class Compress:
             )
 
 
+@dataclass(frozen=True)
+class LocalSteps:
+    """how often workers meet"""
+
+    local_steps: int | None = None
+    """Each worker trains by itself for this many optimizer steps, then weights are synchronised: compressed
+    with --compress, whole without. Default: gradients are synchronised, in every step."""
+    outer_lr: float = 0.7
+    """With local_steps: how far the weights follow the mean of what the workers did."""
+    outer_momentum: float = 0.9
+    """With local_steps: Nesterov momentum of that update. 0 and outer_lr 1 average the weights."""
+
+    def __post_init__(self) -> None:
+        _at_least("local_steps", self.local_steps, 1)
+        if not 0.0 < self.outer_lr < float("inf"):
+            raise ValueError(f"outer_lr must be a positive number, got {self.outer_lr}")
+        if not 0.0 <= self.outer_momentum < 1.0:
+            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
+
+
 SECTIONS: dict[str, type] = {
     "task": Task,
     "optimisation": Optimisation,
     "running": Running,
     "switch": Compress,
+    "meetings": LocalSteps,
     "compression": CompressionConfig,
 }
 # The run's seed is the compressor's too; what DDP needs held back, attach finds out itself.
@@ -202,6 +223,7 @@ class TrainConfig:
     optimisation: Optimisation = field(default_factory=Optimisation)
     running: Running = field(default_factory=Running)
     switch: Compress = field(default_factory=Compress)
+    meetings: LocalSteps = field(default_factory=LocalSteps)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
 
     def __post_init__(self) -> None:
@@ -218,16 +240,28 @@ class TrainConfig:
                 f"ratio_schedule with compressor {self.compression.compressor}, which sends every entry: use "
                 "topk, threshold or randomk"
             )
+        if self.local and (self.switch.split_optimizer or self.switch.momentum_correction):
+            raise ValueError(
+                "split_optimizer and momentum_correction compress the update of every step, with local_steps "
+                "there is none: leave one of them out"
+            )
 
     @property
     def compress(self) -> bool:
         return self.switch.compress
 
     @property
+    def local(self) -> bool:
+        """Whether workers take several steps between two meetings."""
+        return self.meetings.local_steps is not None
+
+    @property
     def split(self) -> bool:
         """Whether half of the optimizer's work is done before compression."""
-        if not self.compress or self.optimisation.optimizer not in ADAMS:
-            return self.compress and self.switch.momentum_correction
+        if not self.compress or self.local:
+            return False
+        if self.optimisation.optimizer not in ADAMS:
+            return self.switch.momentum_correction
         if self.switch.split_optimizer is not None:
             return self.switch.split_optimizer
         compressor = from_config(self.compression)

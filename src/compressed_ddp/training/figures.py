@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..communication import LocalSync
 from ..metrics import TIMES
 from ..models import count_parameters
 
@@ -50,6 +51,7 @@ def means(loss: float, right: float, counted: float) -> tuple[float, float]:
 def report(trainer: Trainer, seconds: float) -> None:
     """Show the step that took ``seconds``, and hand it to the tracker if it is due."""
     at, last, running = trainer.at, trainer.sync.stats.last, trainer.config.running
+    met = not isinstance(trainer.sync, LocalSync) or not trainer.sync.since
     due = at.step % running.log_every == 0
     if not due and trainer.place.device.type != "cpu":
         trainer.progress.step({"step_seconds": seconds})
@@ -62,10 +64,10 @@ def report(trainer: Trainer, seconds: float) -> None:
         "loss": loss,
         "accuracy" if image else "perplexity": accuracy if image else math.exp(min(loss, 700)),
         "step_seconds": seconds,
-        "compress_share": (last.select + last.encode + last.decode) / seconds,
-        "wait_share": last.exposed / seconds,
+        "compress_share": (last.select + last.encode + last.decode) / seconds if met else 0.0,
+        "wait_share": last.exposed / seconds if met else 0.0,
     }
-    if trainer.config.compress:
+    if trainer.config.compress or trainer.config.local:
         figures["saved_percent"] = trainer.sync.stats.total.saved()
     trainer.progress.step(figures)
     if due:

@@ -43,6 +43,7 @@ def _goes_on_in(folder: Path, resume: str | None) -> bool:
 def new_folder(config: TrainConfig) -> Path:
     """Make a folder with a name that no run has yet."""
     method = f"{config.compression.compressor}-{config.compression.ratio:g}" if config.compress else "dense"
+    method += f"-every-{config.meetings.local_steps}" if config.local else ""
     name = f"{config.task.model}-{config.task.dataset}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, n = Path(config.running.runs) / name, 1
     while True:

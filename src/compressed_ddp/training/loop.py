@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..communication import GradientSync, attach
+from ..communication import GradientSync, LocalSync, attach
 from ..data import Batches, Dataset, shares
 from ..metrics import SocketMeter, Tracker, Trackers
 from ..models import build
 from ..optim import SplitOptimizer
-from ..types import seed_of
+from ..types import CompressionConfig, seed_of
 from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .figures import Sums, TrainingDiverged, diverged, histograms, means, report, summary
@@ -67,18 +67,10 @@ class Trainer:
         torch.manual_seed(settings.seed)  # the same weights on every worker
         self.model = build(config.task.model, shape=data.shape, classes=data.classes).to(place.device)
         torch.manual_seed(seed_of(settings.seed, place.rank))  # dropout of its own on each
-        # Running statistics are averaged once an epoch: in every step they would outweigh the gradients.
-        self.ddp = DistributedDataParallel(
-            self.model, device_ids=[place.device] if place.device.type == "cuda" else None, **_NO_BUFFERS
-        )
         masking = config.switch.momentum_masking
         self.optimizer = make_optimizer(settings, self.model, split=config.split, masking=masking)
         self.halves = self.optimizer if isinstance(self.optimizer, SplitOptimizer) else None
-        self.sync: GradientSync | PlainSync = (
-            attach(self.ddp, config.compression, optimizer=self.halves)
-            if config.compress
-            else PlainSync(self.ddp)
-        )
+        self.ddp, self.sync = self._synchronised()
         self.ratio = ratio_schedule(config.switch, self.sync.ratio)
         self.scaler = torch.amp.GradScaler(place.device.type, enabled=settings.precision == "fp16")
         self.batches = Batches(
@@ -89,6 +81,26 @@ class Trainer:
         self.logged = self.sums.values()  # as they were when the tracker saw them last
         self.meter = SocketMeter()
         self.moved_before = (0, 0)  # bytes before a restart
+
+    def _synchronised(self) -> tuple[DistributedDataParallel | None, GradientSync | PlainSync | LocalSync]:
+        """The model as it is trained, None for itself, and how workers agree about it."""
+        config = self.config
+        if config.meetings.local_steps is not None:
+            return None, LocalSync(
+                self.model,
+                config.compression if config.compress else CompressionConfig(compressor="dense"),
+                steps=config.meetings.local_steps,
+                lr=config.meetings.outer_lr,
+                momentum=config.meetings.outer_momentum,
+            )
+        # Running statistics are averaged once an epoch: in every step they would outweigh the gradients.
+        device = self.place.device
+        ddp = DistributedDataParallel(
+            self.model, device_ids=[device] if device.type == "cuda" else None, **_NO_BUFFERS
+        )
+        if not config.compress:
+            return ddp, PlainSync(ddp)
+        return ddp, attach(ddp, config.compression, optimizer=self.halves)
 
     # --- the run -----------------------------------------------------------------------------
 
@@ -137,8 +149,12 @@ class Trainer:
             yield group
 
     def _step(self, group: list[tuple[Tensor, Tensor, int]]) -> None:
-        """One optimizer step on the micro-batches of ``group``; gradients travel with the last one."""
+        """One optimizer step on the micro-batches of ``group``; gradients travel with the last one.
+
+        With local steps they do not travel: what this worker did with them does, now and then.
+        """
         settings, device = self.config.optimisation, self.place.device
+        sync, model = self.sync, self.ddp or self.model
         progress = self.at.epoch + self.at.seen / len(self.data.train)
         rate = learning_rate(settings, progress, self._end())
         for options in self.optimizer.param_groups:
@@ -146,14 +162,14 @@ class Trainer:
         if self.ratio(progress) != self.sync.ratio:  # on all workers in the same step
             self.sync.set_ratio(self.ratio(progress))
         self.optimizer.zero_grad(set_to_none=True)
-        if self.scaler.is_enabled():  # asking waits for the device
-            self.sync.loss_scale = self.scaler.get_scale()
+        if self.scaler.is_enabled() and not isinstance(sync, LocalSync):  # asking waits for the device
+            sync.loss_scale = self.scaler.get_scale()
         examples = sum(len(targets) for _, targets, _ in group)
         for i, (inputs, targets, _) in enumerate(group):
             inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-            with nullcontext() if i == len(group) - 1 else self.ddp.no_sync():
+            with nullcontext() if self.ddp is None or i == len(group) - 1 else self.ddp.no_sync():
                 with self._autocast():
-                    outputs = self.ddp(inputs)
+                    outputs = model(inputs)
                     loss = mean_loss(outputs, targets)
                 scaled: Tensor = self.scaler.scale(loss * (len(targets) / examples))
                 scaled.backward()  # type: ignore[no-untyped-call]
@@ -163,6 +179,8 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if isinstance(sync, LocalSync):
+            sync.step()
 
     def _autocast(self) -> Any:
         kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -190,6 +208,8 @@ class Trainer:
 
     def _score(self) -> dict[str, float]:
         """Loss and accuracy on what was not trained on, and of the epoch behind us, over all workers."""
+        if isinstance(self.sync, LocalSync):
+            self.sync.synchronize()  # it is one model that is scored, and saved after that
         self.place.average_([b for b in self.model.buffers() if b.is_floating_point()])
         self.model.eval()
         found = Sums(self.place.device)
@@ -260,10 +280,14 @@ class Trainer:
 
     def save(self, *, best: bool) -> None:
         """Write a checkpoint; all workers together."""
-        if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
-            raise TrainingDiverged(
-                f"weights are not finite at step {self.at.step}: no checkpoint was written"
-            )
+
+        def check() -> None:
+            if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
+                raise TrainingDiverged(
+                    f"weights are not finite at step {self.at.step}: no checkpoint was written"
+                )
+
+        self.place.together("checking the weights", check)  # with local steps they may be bad on one worker
         if self.checkpoints is None or not self.config.running.keep:
             return
         self.checkpoints.save(

@@ -46,7 +46,8 @@ class PlainSync:
         """Take nothing back; ValueError if there is something, for then the run was a compressed one."""
         if state:
             raise ValueError(
-                "this checkpoint is of a compressed run, with residuals; resume it with --compress"
+                "this checkpoint is of a compressed run, with residuals, or of local steps; resume it with "
+                "--compress, or --local-steps"
             )
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..communication import LocalSync
 from ..error_feedback import reshard_states
 from ..metrics import StepRecord
 from . import checkpoint
@@ -30,8 +31,10 @@ def shared_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def rank_state(trainer: Trainer) -> dict[str, Any]:
-    """What this worker has for itself."""
+    """What this worker has for itself; with local steps also its weights, in ``sync``, and its optimizer."""
+    own = {"optimizer": trainer.optimizer.state_dict(), "scaler": trainer.scaler.state_dict()}
     return {
+        "own": own if trainer.config.local else {},
         "sync": trainer.sync.state_dict(),
         "ledger": dataclasses.asdict(trainer.sync.stats.total),
         "moved": list(trainer.moved() or (0, 0)),
@@ -65,20 +68,23 @@ def restore(trainer: Trainer, path: Path) -> None:
     sync = syncs[0] if as_many else _resharded(syncs, place.world_size, place.rank)
 
     def apply() -> None:
+        own = shared | (mine.get("own", {}) if mine is not None else {})
         trainer.model.load_state_dict(shared["model"])
         groups = trainer.optimizer.param_groups
         settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        trainer.optimizer.load_state_dict(shared["optimizer"])
+        trainer.optimizer.load_state_dict(own["optimizer"])
         # Momentum and the like are what this run was asked for, not what the saved one had.
         for group, values in zip(trainer.optimizer.param_groups, settings, strict=True):
             group.update(values)
-        if shared["scaler"] and trainer.scaler.is_enabled():
-            trainer.scaler.load_state_dict(shared["scaler"])
+        if own["scaler"] and trainer.scaler.is_enabled():
+            trainer.scaler.load_state_dict(own["scaler"])
 
     place.together(f"taking checkpoint {path} back", apply)
     trainer.at = type(trainer.at)(**shared["position"])
     if sync:
         trainer.sync.load_state_dict(sync)
+    elif isinstance(trainer.sync, LocalSync):
+        trainer.sync.begin()  # a run without local steps goes on with them
     before = [mine] if mine is not None else list(states.values())
     # A newcomer has sent what all had on average.
     trainer.sync.stats.total = _mean([state["ledger"] for state in before])
