@@ -13,7 +13,7 @@ from tcp import resent_by_this_process
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from compressed_ddp import CompressionConfig, SplitAdam, SplitSGD, attach
+from compressed_ddp import CompressionConfig, LocalSync, SplitAdam, SplitSGD, attach
 from compressed_ddp.communication import TorchTransport
 from compressed_ddp.error_feedback.state import fold_owner_
 
@@ -216,3 +216,40 @@ def wire_bytes(rank: int, world: int, config: dict[str, Any] | None, *, steps: i
         result["dense"] = sync.stats.total.dense_bytes - dense
         sync.close()
     return result
+
+
+def train_local(
+    rank: int, world: int, config: dict[str, Any], *, steps: int, save_to: str | None = None, at: int = 0
+) -> dict[str, Any]:
+    """AdamW by itself on every rank, a meeting every 4 steps; saved, or resumed, after step ``at``."""
+    model = small_model(seed=rank)  # rank 0's become everyone's
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    with LocalSync(model, CompressionConfig(**config), steps=4, bucket_cap_mb=0.01) as local:
+        if at and save_to:
+            saved = torch.load(Path(save_to) / f"{rank}.pt", weights_only=True)
+            optimizer.load_state_dict(saved["optimizer"])
+            local.load_state_dict(saved["local"])
+        losses = []
+        for step in range(at, steps):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            optimizer.step()
+            local.step()
+            losses.append(loss.item())
+        if save_to and not at:
+            torch.save(
+                {"optimizer": optimizer.state_dict(), "local": local.state_dict()},
+                Path(save_to) / f"{rank}.pt",
+            )
+        before = flat(model)
+        local.synchronize()
+        return {"before": before, "parameters": flat(model), "losses": losses, "stats": local.stats.as_dict()}
+
+
+def local_of_ddp(rank: int, world: int) -> str:
+    try:
+        LocalSync(DDP(small_model()), steps=4)
+    except TypeError as error:
+        return str(error)
+    return "nothing was said"

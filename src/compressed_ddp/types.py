@@ -20,6 +20,10 @@ MAX_NUMEL = 2**31 - 1
 """Largest bucket or tensor: element counts and indices travel as unsigned 32-bit words."""
 
 
+MEMORIES = ("ef", "ef21", "ef21-sgdm")
+"""How error feedback may remember."""
+
+
 Held = Sequence[tuple[int, int]]
 """Ranges (start, stop) of a flat bucket."""
 
@@ -105,6 +109,11 @@ class CompressionConfig:
     """Tensors with fewer elements travel whole inside the same message."""
     error_feedback: bool | None = None
     """None: what the compressor is made for (on for biased ones, off for unbiased ones)."""
+    memory: str = "ef"
+    """What error feedback remembers: ef (what was not sent yet), ef21 (what the others believe this worker's
+    gradient is), or ef21-sgdm (the same of an average of its gradients)."""
+    eta: float = 0.1
+    """``ef21-sgdm``: how much the newest gradient counts in that average, in (0, 1]."""
     owner_factor: float = 1.0
     """Sharded: owners pass on this many times the entries that one worker sent them."""
     seed: int = 0
@@ -128,6 +137,10 @@ class CompressionConfig:
         check_ratio(self.ratio)
         if self.scope not in ("bucket", "tensor"):
             raise unknown_name("scope", self.scope, ("bucket", "tensor"))
+        if self.memory not in MEMORIES:
+            raise unknown_name("memory", self.memory, MEMORIES)
+        if not 0.0 < self.eta <= 1.0:
+            raise ValueError(f"eta must be in (0, 1], got {self.eta}; 1 takes no average")
         if not isinstance(self.min_compress_numel, int) or self.min_compress_numel < 0:
             raise ValueError(
                 f"min_compress_numel must be 0 or more, got {self.min_compress_numel!r}; "
@@ -240,9 +253,10 @@ class Slot:
 
     __slots__ = ("_new", "old")
 
-    def __init__(self, old: Tensor) -> None:
+    def __init__(self, old: Tensor, new: Tensor | None = None) -> None:
+        """``new`` is where to write, if that is memory of someone else's."""
         self.old = old
-        self._new: Tensor | None = None
+        self._new = new
 
     @property
     def new(self) -> Tensor:
@@ -295,6 +309,7 @@ class CollectiveFactory(Protocol):
 
 __all__ = [
     "MAX_NUMEL",
+    "MEMORIES",
     "NO_STAMP",
     "Clock",
     "Collective",

@@ -106,6 +106,26 @@ def test_a_split_optimizer_keeps_all_three_laws(pool: Pool, split: str, way: str
         assert torch.equal(before["parameters"], after["parameters"])
 
 
+@WAYS
+def test_ef21_keeps_its_own_law(pool: Pool, way: str, tmp_path: Path) -> None:
+    """Replicas agree, also on g, which by all-gather is the mean of all g_i; a resumed run is the same."""
+    config = {"collective": way, "ratio": 0.05, "memory": "ef21-sgdm", "eta": 0.3}
+    whole = pool.run(3, jobs.train, config, steps=40)
+    for result in whole:
+        assert torch.equal(result["parameters"], whole[0]["parameters"])
+        assert result["loss"] < 1.6
+    pool.run(3, jobs.train, config, steps=20, save_to=str(tmp_path))
+    kept = [torch.load(tmp_path / f"{rank}.pt", weights_only=True)["sync"]["kept"] for rank in range(3)]
+    for name, agreed in kept[0]["agreed"].items():
+        assert all(torch.equal(agreed, each["agreed"][name]) for each in kept)
+        if way == "allgather":
+            believed = torch.stack([each["estimate"][name] for each in kept]).mean(0)
+            torch.testing.assert_close(agreed, believed, rtol=0, atol=1e-6)
+    resumed = pool.run(3, jobs.train, config, steps=40, resume_from=str(tmp_path))
+    for before, after in zip(whole, resumed, strict=True):
+        assert torch.equal(before["parameters"], after["parameters"])
+
+
 def test_resume_with_other_buckets_keeps_the_law(pool: Pool, tmp_path: Path) -> None:
     """Another bucket size after the restart: other choices, and still nothing lost."""
     config = {"collective": "sharded", "ratio": 0.02}

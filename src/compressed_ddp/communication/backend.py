@@ -46,9 +46,9 @@ class DistributedBackend:
         """``config`` adds what a compressor does not know: collective, scope, timeout and so on. Given
         without a compressor, it names that too.
 
-        Without ``error_buffer`` nothing is remembered: what is not sent is lost. ``transport``
-        replaces the process group (tests and simulations). ``optimizer`` is for those of
-        ``compressed_ddp.optim``, which do half of their work before compression.
+        Without ``error_buffer`` nothing is remembered: what is not sent is lost. (EF21, a ``memory`` of
+        ``config``, has buffers of its own.) ``transport`` replaces the process group (tests and simulations).
+        ``optimizer`` is for those of ``compressed_ddp.optim``, which do half of their work before compression.
         """
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
@@ -71,6 +71,10 @@ class DistributedBackend:
         if self._transport is not None:
             return self._transport.world_size
         return dist.get_world_size(self._group) if dist.is_available() and dist.is_initialized() else 1
+
+    @property
+    def _remembers(self) -> bool:
+        return self.error_buffer is not None or self._config.memory != "ef"
 
     @property
     def stats(self) -> Ledger | None:
@@ -99,7 +103,7 @@ class DistributedBackend:
         none counts as zero, so that ranks may differ in what they used. The first call compares
         models and configurations and raises SyncError if they differ.
         """
-        if self.world_size == 1 and not self.error_buffer and self._halves is None:
+        if self.world_size == 1 and not self._remembers and self._halves is None:
             return
         start = time.perf_counter()
         parameters = _trained(named_parameters)
@@ -152,7 +156,7 @@ class DistributedBackend:
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
 
         def prepare() -> tuple[CompressionConfig, dict[str, Any]]:
-            feedback = self._config.error_feedback if self.error_buffer is not None else False
+            feedback = self._config.error_feedback if self._remembers else False
             config = resolve(replace(self._config, error_feedback=feedback), compressor)
             told = fingerprint(config, parameters) | {"ratio": self.ratio}
             if self._halves is not None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from ..compression import BaseCompressor
 from ..error_feedback import ErrorFeedbackBuffer
 from ..error_feedback.state import (
+    AGREED,
+    ESTIMATE,
     STATE_FORMAT,
     SavedBucket,
     check_kept,
@@ -38,7 +40,8 @@ from ..types import (
     unknown_name,
 )
 from .collectives import AllGather, Sharded
-from .handshake import agree
+from .ef21 import make_memory
+from .handshake import agree, digest
 from .lowrank import LowRank
 
 COLLECTIVES: dict[str, CollectiveFactory] = {
@@ -80,14 +83,21 @@ class Reducer:
         self.transport = transport
         self.memory = memory if memory is not None else ErrorFeedbackBuffer()
         feedback = bool(self.config.error_feedback)
-        self.stats = Ledger(_method(compressor), describe(self._device), feedback, compressor.unbiased)
+        self.stats = Ledger(_method(compressor, self.config.memory), describe(self._device), feedback, compressor.unbiased)
         self.stats.ratio = self.ratio
         self.step = 0
         self.taken = 0
         """Steps that counted: nobody's gradient was NaN or infinite."""
         self._sender = sender
-        self.kept = {name: ErrorFeedbackBuffer() for name in sender.memories} if sender else {}
-        """What the sender's half remembers."""
+        self._ef21 = make_memory(self.config)
+        if self._ef21 is not None and sender is not None and sender.masking:
+            raise ValueError(
+                f"memory={config.memory!r} with momentum masking: masked is what was sent of a debt, and EF21 "
+                "has none. Use masking=False, or memory='ef'"
+            )
+        kept = (*(sender.memories if sender else ()), *(self._ef21.memories if self._ef21 else ()))
+        self.kept = {name: ErrorFeedbackBuffer() for name in kept}
+        """What the sender's half remembers, and EF21."""
         self._lanes: dict[BucketLayout, _Lane] = {}
         self._order: list[BucketLayout] = []
         self._plan: list[SavedBucket] = []
@@ -118,7 +128,7 @@ class Reducer:
     def take_ratio(self, ratio: float) -> None:
         """A ratio that all ranks have agreed on; buckets notice by themselves (``_reduce_part_``)."""
         self.compressor.ratio = self.stats.ratio = float(ratio)
-        self.stats.method = _method(self.compressor)
+        self.stats.method = _method(self.compressor, self.config.memory)
 
     def reduce_(self, layout: BucketLayout, bucket: Tensor, *, last: bool, joined: bool = False) -> None:
         """Overwrite ``bucket`` with the mean over all workers; ``last`` ends the step.
@@ -151,19 +161,23 @@ class Reducer:
         lane = self._lanes.get(layout)
         if lane is None or lane.ratio != self.ratio:
             lane = self._new_lane(layout, bucket.device)
-        memory = self.memory.open(layout, bucket.device) if self.config.error_feedback else None
         stamp = Stamp(self.config.seed, self.step, len(self._seen), sender=self.transport.rank)
         self._seen.append(layout)
         held = [(0, layout.numel)] if joined else self._unused(layout, bucket)
         with self.stats.phase("select"):
-            slots = self._before_(layout, bucket, held)
+            kept = self._before_(layout, bucket, held)
         sent: list[Tensor] | None = [] if self._sender is not None and self._sender.masking else None
-        self._finite &= lane.collective.mean_(bucket, memory, stamp, self.stats, held, sent)
+        if self._ef21 is not None:
+            slots = self._open(layout, bucket.device, self._ef21.memories)
+            finite = self._ef21.mean_(lane.collective, bucket, slots, stamp, self.stats, self.taken)
+        else:
+            memory = self.memory.open(layout, bucket.device) if self.config.error_feedback else None
+            finite = lane.collective.mean_(bucket, memory, stamp, self.stats, held, sent)
+            self._touched += [memory] if memory is not None else []
+        self._finite &= finite
         with self.stats.phase("select"):
-            self._after_(slots, sent, held)
+            self._after_(kept, sent, held)
         self._touched += lane.collective.slots
-        if memory is not None:
-            self._touched.append(memory)
         self.stats.bucket(bucket.numel() * bucket.element_size(), self.transport.world_size)
 
     def _reduce_parts_(
@@ -186,11 +200,10 @@ class Reducer:
         """The sender's half of the optimizer, and what it remembers; it wants nothing in ranges ``held``."""
         if self._sender is None:
             return {}
-        slots = {name: kept.open(layout, bucket.device) for name, kept in self.kept.items()}
+        slots = self._open(layout, bucket.device, self._sender.memories)
         self._sender.before_(layout, bucket, slots, self.taken)
         for a, b in held:
             bucket[a:b] = 0
-        self._touched += slots.values()
         return slots
 
     def _after_(self, slots: Mapping[str, Slot], sent: Sequence[Tensor] | None, held: Held) -> None:
@@ -201,9 +214,17 @@ class Reducer:
             for a, b in held:
                 slot.new[a:b] = slot.old[a:b]
 
+    def _open(self, layout: BucketLayout, device: torch.device, names: Sequence[str]) -> dict[str, Slot]:
+        """The slots of what is kept under ``names``; what is written there counts if the step does."""
+        slots = {name: self.kept[name].open(layout, device) for name in names}
+        self._touched += slots.values()
+        return slots
+
     def _pay_(self, layout: BucketLayout, bucket: Tensor) -> None:
         """Alone there is nothing to send: what an earlier, larger job still owed is applied now."""
-        if any(name in self.memory for name in layout.names):
+        if self._ef21 is not None:
+            self._ef21.alone_(bucket, self._open(layout, bucket.device, self._ef21.memories), self.taken)
+        elif any(name in self.memory for name in layout.names):
             slot = self.memory.open(layout, bucket.device)
             bucket += slot.old
             slot.new.zero_()
@@ -239,7 +260,9 @@ class Reducer:
             if old == layout and before.name == lane.name:
                 lane.collective.load_state_dict(before.collective.state_dict())
             elif self.config.error_feedback:
-                before.collective.fold_(self.memory.open(old, device).old)
+                owed = torch.zeros(old.numel, device=device)
+                before.collective.fold_(owed)
+                self._take_back(old, owed)
         for saved in self._plan:
             if saved.state and names.intersection(saved.layout.names):
                 if saved.layout == layout and saved.way == lane.name:
@@ -252,10 +275,17 @@ class Reducer:
 
     def _fold_saved(self, saved: SavedBucket, device: torch.device) -> None:
         """A loaded bucket that no longer exists: what its owner owed goes to the residual."""
-        residual = self.memory.open(saved.layout, device).old
         if "owner" in saved.state:
-            net = self.transport
-            fold_owner_(residual, saved.state["owner"].to(device), net.rank, net.world_size)
+            net, owed = self.transport, torch.zeros(saved.layout.numel, device=device)
+            fold_owner_(owed, saved.state["owner"].to(device), net.rank, net.world_size)
+            self._take_back(saved.layout, owed)
+
+    def _take_back(self, layout: BucketLayout, owed: Tensor) -> None:
+        """This rank owes, as a worker, what it owed as an owner: the others have not heard of it yet."""
+        if self._ef21 is not None:
+            self.kept[ESTIMATE].open(layout, owed.device).old.sub_(owed)
+        else:
+            self.memory.open(layout, owed.device).old.add_(owed)
 
     def _planned(self, layout: BucketLayout) -> list[BucketLayout]:
         """The loaded state's buckets, if ``layout`` is exactly several of them put together."""
@@ -307,7 +337,8 @@ class Reducer:
                 )
             ratio = saved_ratio(state, self.config.ratio) or self.ratio
             names = [list(saved.layout.names) for saved in plan]
-            told = {"state": {"step": state["step"], "ratio": ratio, "buckets": names}}
+            agreed = digest(state["kept"].get(AGREED, {}))
+            told = {"state": {"step": state["step"], "ratio": ratio, "buckets": names, "agreed": agreed}}
             return (plan, ratio), told
 
         self._plan, ratio = agree(self.transport, self._device, prepare)
@@ -322,11 +353,19 @@ class Reducer:
 
 def resolve(config: CompressionConfig, compressor: BaseCompressor) -> CompressionConfig:
     """``config`` with every choice made; raises ValueError where it asks for what cannot be."""
+    asked = f"error_feedback={config.error_feedback}"
     feedback = compressor.feedback(config.error_feedback)
+    if config.memory != "ef":
+        asked = f"memory={config.memory!r}"
+        if config.error_feedback is False:
+            raise ValueError(
+                f"{asked} is a kind of error feedback, and that is off: leave memory or error_feedback out"
+            )
+        feedback = True
     if feedback and not compressor.contraction:
         raise ValueError(
-            f"error_feedback=True with {compressor.name!r}: its error can exceed the signal, so the "
-            "residual would grow without bound. It is unbiased and works without: leave error_feedback out"
+            f"{asked} with {compressor.name!r}: its error can exceed the signal, so the residual would grow "
+            f"without bound. It is unbiased and works without: leave {asked.split('=')[0]} out"
         )
     if config.scope not in compressor.scopes:
         raise ValueError(f"{compressor.name!r} has no scope={config.scope!r}; use {compressor.scopes[0]!r}")
@@ -393,7 +432,8 @@ def check_new_ratio(compressor: BaseCompressor, ratio: float) -> None:
     check_ratio(ratio)
 
 
-def _method(compressor: BaseCompressor) -> str:
-    if not compressor.sparse:
-        return compressor.name
-    return f"{compressor.name}, ratio {compressor.ratio:g}, {compressor.values} values"
+def _method(compressor: BaseCompressor, memory: str) -> str:
+    name = compressor.name
+    if compressor.sparse:
+        name += f", ratio {compressor.ratio:g}, {compressor.values} values"
+    return name if memory == "ef" else f"{name}, {memory}"

@@ -13,6 +13,8 @@ from ..layout import BucketLayout, Partition
 from ..types import check_ratio
 
 STATE_FORMAT = 2
+ESTIMATE, AGREED = "estimate", "agreed"
+"""What EF21 keeps: what the others believe of a worker's gradient, and the mean of it, alike on all ranks."""
 _FIELDS = ("format", "step", "taken", "rank", "world_size", "config", "residuals", "kept", "buckets")
 
 
@@ -87,13 +89,13 @@ def check_local(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> M
 
 
 def check_kept(state: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises ValueError unless ``state`` was saved with the optimizer that this run has."""
+    """Raises ValueError unless ``state`` was saved with the optimizer and the memory that this run has."""
     saved, here = sorted(state["kept"]), sorted(names)
     if saved != here:
         raise ValueError(
-            f"state was saved with an optimizer that keeps {', '.join(saved) or 'nothing'} before "
-            f"compression, this one keeps {', '.join(here) or 'nothing'}: attach the same one, or start "
-            "without a state"
+            f"state was saved by a run that keeps {', '.join(saved) or 'nothing'} before compression, this "
+            f"one keeps {', '.join(here) or 'nothing'}: use the same optimizer and memory, or start without "
+            "a state"
         )
 
 
@@ -168,8 +170,9 @@ def reshard_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list
     What is still owed to the mean is conserved: a survivor's residual becomes
     ``(e + what the leavers owe / P') * P' / P``, a newcomer owes nothing. What an optimizer keeps
     before compression stays with its worker; a newcomer has the mean of all. LocalSync's workers begin at the
-    anchor: what they have done since joins what they owe. Returns new states; with the same number of workers
-    they are the old ones, bit for bit.
+    anchor: what they have done since joins what they owe. What EF21's workers agree on becomes the mean of
+    what is believed of those who are there now. Returns new states; with the same number of workers they
+    are the old ones, bit for bit.
     """
     old = len(states)
     ranks = [state.get("rank") for state in states]
@@ -199,19 +202,23 @@ def reshard_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list
             dict(states[min(rank, old - 1)])
             | {"rank": rank, "world_size": world_size, "residuals": residuals, "kept": kept, "buckets": []}
         )
+    if ESTIMATE in new[0]["kept"]:
+        agreed = _mean([{AGREED: state["kept"][ESTIMATE]} for state in new])
+        for state in new:
+            state["kept"] = {**state["kept"], **agreed}
     return new
 
 
 def _at_anchor(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state of LocalSync between two meetings, as if its worker had stood still and owed what it did.
 
-    Without error feedback there is nowhere to owe it: what is not sent is lost.
+    Without residuals (no error feedback, or EF21) there is nowhere to owe it, and it is lost.
     """
     local = state.get("local")
     if not local or not local["since"]:
         return state
     residuals = dict(state["residuals"])
-    if state["config"]["error_feedback"]:
+    if state["config"]["error_feedback"] and ESTIMATE not in state["kept"]:
         for name, weight in local["weights"].items():
             anchor = local["anchor"][name]
             begun = anchor.to(weight.dtype).to(anchor.dtype)
@@ -233,10 +240,10 @@ def _mean(kept: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[
 
 
 def _folded(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A state's residuals, with what its rank owes as an owner added."""
+    """A state's residuals, with what its rank owes as an owner added. With EF21 nobody owes."""
     residuals = {name: residual.clone() for name, residual in state["residuals"].items()}
     for bucket in map(SavedBucket.from_dict, state["buckets"]):
-        if "owner" in bucket.state:
+        if "owner" in bucket.state and ESTIMATE not in state["kept"]:
             flat = torch.zeros(bucket.layout.numel)
             fold_owner_(flat, bucket.state["owner"].cpu(), state["rank"], state["world_size"])
             for name, view in bucket.layout.views(flat).items():

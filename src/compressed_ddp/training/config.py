@@ -264,6 +264,8 @@ class TrainConfig:
             return self.switch.momentum_correction
         if self.switch.split_optimizer is not None:
             return self.switch.split_optimizer
+        if self.compression.memory != "ef":  # the others' belief has no rare, large values
+            return False
         compressor = from_config(self.compression)
         return compressor.feedback(self.compression.error_feedback) and compressor.quota(1000) < 1000
 
