@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compression import BaseCompressor
 from ..compression.base import check_gradient
 from ..compression.factory import from_config
-from ..error_feedback.state import check_local
+from ..error_feedback.state import check_local, moved
 from ..kernels.reference import all_finite
 from ..metrics import Ledger
 from ..types import CompressionConfig, SyncError, Transport
@@ -183,16 +183,11 @@ class LocalSync:
         means: dict[str, Tensor] = {}
         self._reducer.abandon_step()
         for layout in self._layouts:
-            flat = torch.cat([self._moved(name).reshape(-1) for name in layout.names])
+            steps = [moved(self._anchor[name], self._parameters[name]) for name in layout.names]
+            flat = torch.cat([step.reshape(-1) for step in steps])
             self._reducer.reduce_(layout, flat, last=layout is self._layouts[-1])
             means |= layout.views(flat)
         return means
-
-    def _moved(self, name: str) -> Tensor:
-        """How far this worker went from where it began: at the anchor, rounded to the weights' own dtype."""
-        anchor, parameter = self._anchor[name], self._parameters[name]
-        begun = anchor.to(parameter.dtype).to(anchor.dtype)
-        return (begun - parameter.to(anchor.dtype)).to(torch.float32)
 
     def _outer_(self, means: Mapping[str, Tensor]) -> None:
         """SGD on the anchor, as torch.optim.SGD does it."""

@@ -209,6 +209,12 @@ def reshard_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list
     return new
 
 
+def moved(anchor: Tensor, weight: Tensor) -> Tensor:
+    """How far a worker went from where it began: at the anchor, rounded to the weights' own dtype."""
+    begun = anchor.to(weight.dtype).to(anchor.dtype)
+    return (begun - weight.to(anchor.dtype)).to(torch.float32)
+
+
 def _at_anchor(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state of LocalSync between two meetings, as if its worker had stood still and owed what it did.
 
@@ -220,10 +226,8 @@ def _at_anchor(state: Mapping[str, Any]) -> Mapping[str, Any]:
     residuals = dict(state["residuals"])
     if state["config"]["error_feedback"] and ESTIMATE not in state["kept"]:
         for name, weight in local["weights"].items():
-            anchor = local["anchor"][name]
-            begun = anchor.to(weight.dtype).to(anchor.dtype)
-            moved = (begun - weight.to(anchor.dtype)).to(torch.float32)
-            residuals[name] = residuals[name] + moved if name in residuals else moved
+            owed = moved(local["anchor"][name], weight)
+            residuals[name] = residuals[name] + owed if name in residuals else owed
     return {**state, "residuals": residuals, "local": {**local, "since": 0, "weights": {}}}
 
 
