@@ -48,7 +48,7 @@ class DistributedBackend:
 
         Without ``error_buffer`` nothing is remembered: what is not sent is lost. (EF21, a ``memory`` of
         ``config``, has buffers of its own.) ``transport`` replaces the process group (tests and simulations).
-        ``optimizer`` is for those of ``compressed_ddp.optim``, which do half of their work before compression.
+        ``optimizer`` is for those of ``compressed_ddp.optim``, which do half of their work before it.
         """
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")

@@ -83,7 +83,9 @@ class Reducer:
         self.transport = transport
         self.memory = memory if memory is not None else ErrorFeedbackBuffer()
         feedback = bool(self.config.error_feedback)
-        self.stats = Ledger(_method(compressor, self.config.memory), describe(self._device), feedback, compressor.unbiased)
+        self.stats = Ledger(
+            _method(compressor, self.config.memory), describe(self._device), feedback, compressor.unbiased
+        )
         self.stats.ratio = self.ratio
         self.step = 0
         self.taken = 0
@@ -92,8 +94,8 @@ class Reducer:
         self._ef21 = make_memory(self.config)
         if self._ef21 is not None and sender is not None and sender.masking:
             raise ValueError(
-                f"memory={config.memory!r} with momentum masking: masked is what was sent of a debt, and EF21 "
-                "has none. Use masking=False, or memory='ef'"
+                f"memory={config.memory!r} with momentum masking: masked is what was sent of a debt, and "
+                "EF21 has none. Use masking=False, or memory='ef'"
             )
         kept = (*(sender.memories if sender else ()), *(self._ef21.memories if self._ef21 else ()))
         self.kept = {name: ErrorFeedbackBuffer() for name in kept}
