@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compressed_ddp import CompressionConfig, reshard_states
 from compressed_ddp.communication import Reducer, run_in_process
-from compressed_ddp.communication.reducer import split_by_size
+from compressed_ddp.communication.lanes import split_by_size
 from compressed_ddp.compression.factory import from_config
 from compressed_ddp.layout import BucketLayout
 from compressed_ddp.types import MAX_NUMEL, Transport

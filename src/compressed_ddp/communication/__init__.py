@@ -5,9 +5,10 @@ from __future__ import annotations
 from .backend import DistributedBackend
 from .collectives import AllGather, Sharded
 from .hook import GradientSync, attach, compressed_hook
+from .lanes import COLLECTIVES
 from .local import LocalSync
 from .lowrank import LowRank
-from .reducer import COLLECTIVES, Reducer
+from .reducer import Reducer
 from .transport import InProcessTransport, TorchTransport, run_in_process
 
 __all__ = [

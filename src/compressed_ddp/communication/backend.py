@@ -20,7 +20,8 @@ from ..metrics import Ledger
 from ..optim import checked_split
 from ..types import CompressionConfig, Transport
 from .handshake import agree, fingerprint
-from .reducer import Reducer, check_new_ratio, resolve, split_by_size
+from .lanes import split_by_size
+from .reducer import Reducer, check_new_ratio, resolve
 from .transport import TorchTransport, alone
 
 

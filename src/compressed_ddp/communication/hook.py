@@ -20,7 +20,8 @@ from ..metrics import Ledger
 from ..optim import SplitOptimizer, checked_split
 from ..types import CompressionConfig, SyncError
 from .handshake import agree, fingerprint
-from .reducer import Reducer, resolve, split_by_size
+from .lanes import split_by_size
+from .reducer import Reducer, resolve
 from .transport import TorchTransport
 from .worker import Worker
 

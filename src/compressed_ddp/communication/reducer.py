@@ -1,11 +1,11 @@
-"""Buckets in, means out: which collective serves which bucket, and one transaction a step."""
+"""Buckets in, means out: one transaction a step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from ..error_feedback.state import (
     SavedBucket,
     check_kept,
     check_state,
-    fold_owner_,
     saved_ratio,
 )
 from ..kernels import describe
@@ -27,9 +26,6 @@ from ..kernels.reference import all_finite
 from ..layout import BucketLayout
 from ..metrics import Ledger
 from ..types import (
-    MAX_NUMEL,
-    Collective,
-    CollectiveFactory,
     CompressionConfig,
     Held,
     SenderHalf,
@@ -39,23 +35,9 @@ from ..types import (
     check_ratio,
     unknown_name,
 )
-from .collectives import AllGather, Sharded
 from .ef21 import make_memory
 from .handshake import agree, digest
-from .lowrank import LowRank
-
-COLLECTIVES: dict[str, CollectiveFactory] = {
-    "allgather": AllGather,
-    "sharded": Sharded,
-    "lowrank": LowRank,
-}
-
-
-class _Lane(NamedTuple):
-    name: str
-    collective: Collective
-    ratio: float
-    """What its message sizes were computed for."""
+from .lanes import COLLECTIVES, Lanes, split_by_size
 
 
 class Reducer:
@@ -100,9 +82,7 @@ class Reducer:
         kept = (*(sender.memories if sender else ()), *(self._ef21.memories if self._ef21 else ()))
         self.kept = {name: ErrorFeedbackBuffer() for name in kept}
         """What the sender's half remembers, and EF21."""
-        self._lanes: dict[BucketLayout, _Lane] = {}
-        self._order: list[BucketLayout] = []
-        self._plan: list[SavedBucket] = []
+        self._lanes = Lanes(compressor, self.config, transport, self._take_back_)
         self._seen: list[BucketLayout] = []
         self._touched: list[Slot] = []
         self._finite = True
@@ -128,7 +108,7 @@ class Reducer:
         self.take_ratio(ratio)
 
     def take_ratio(self, ratio: float) -> None:
-        """A ratio that all ranks have agreed on; buckets notice by themselves (``_reduce_part_``)."""
+        """A ratio that all ranks have agreed on; buckets notice by themselves (``Lanes.open``)."""
         self.compressor.ratio = self.stats.ratio = float(ratio)
         self.stats.method = _method(self.compressor, self.config.memory)
 
@@ -142,7 +122,7 @@ class Reducer:
         run chooses what the uninterrupted run would have chosen.
         """
         if layout.numel > 0 and self.transport.world_size > 1:
-            parts = self._planned(layout) or split_by_size(layout)
+            parts = self._lanes.planned(layout) or split_by_size(layout)
             if parts == [layout]:
                 self._reduce_part_(layout, bucket, joined)
             else:
@@ -160,9 +140,7 @@ class Reducer:
         self._touched, self._finite, self._seen = [], True, []
 
     def _reduce_part_(self, layout: BucketLayout, bucket: Tensor, joined: bool) -> None:
-        lane = self._lanes.get(layout)
-        if lane is None or lane.ratio != self.ratio:
-            lane = self._new_lane(layout, bucket.device)
+        collective = self._lanes.open(layout, bucket.device)
         stamp = Stamp(self.config.seed, self.step, len(self._seen), sender=self.transport.rank)
         self._seen.append(layout)
         held = [(0, layout.numel)] if joined else self._unused(layout, bucket)
@@ -171,15 +149,15 @@ class Reducer:
         sent: list[Tensor] | None = [] if self._sender is not None and self._sender.masking else None
         if self._ef21 is not None:
             slots = self._open(layout, bucket.device, self._ef21.memories)
-            finite = self._ef21.mean_(lane.collective, bucket, slots, stamp, self.stats, self.taken)
+            finite = self._ef21.mean_(collective, bucket, slots, stamp, self.stats, self.taken)
         else:
             memory = self.memory.open(layout, bucket.device) if self.config.error_feedback else None
-            finite = lane.collective.mean_(bucket, memory, stamp, self.stats, held, sent)
+            finite = collective.mean_(bucket, memory, stamp, self.stats, held, sent)
             self._touched += [memory] if memory is not None else []
         self._finite &= finite
         with self.stats.phase("select"):
             self._after_(kept, sent, held)
-        self._touched += lane.collective.slots
+        self._touched += collective.slots
         self.stats.bucket(bucket.numel() * bucket.element_size(), self.transport.world_size)
 
     def _reduce_parts_(
@@ -237,77 +215,22 @@ class Reducer:
             for slot in self._touched:
                 slot.commit()
             self.taken += 1
-        if self._seen:
-            self._order = self._seen
-        self.stats.collectives = {}
-        for layout in self._order:
-            way = self._lanes[layout].name
-            self.stats.collectives[way] = self.stats.collectives.get(way, 0) + 1
+        self.stats.collectives = self._lanes.count(self._seen)
         self.stats.close_step(finite=self._finite)
         self.step += 1
         self.abandon_step()
 
-    # --- layouts ---------------------------------------------------------------------------
-
-    def _new_lane(self, layout: BucketLayout, device: torch.device) -> _Lane:
-        """A collective for a bucket not seen before, or not with this ratio.
-
-        Those that it replaces hand over: to one of the same kind for the same bucket as it is, to
-        any other by way of the residual.
-        """
-        names = set(layout.names)
-        lane = choose(layout, self.compressor, self.config, self.transport, device)
-        for old in [known for known in self._lanes if names.intersection(known.names)]:
-            before = self._lanes.pop(old)
-            if old == layout and before.name == lane.name:
-                lane.collective.load_state_dict(before.collective.state_dict())
-            elif self.config.error_feedback:
-                owed = torch.zeros(old.numel, device=device)
-                before.collective.fold_(owed)
-                self._take_back(old, owed)
-        for saved in self._plan:
-            if saved.state and names.intersection(saved.layout.names):
-                if saved.layout == layout and saved.way == lane.name:
-                    lane.collective.load_state_dict(saved.state)
-                elif self.config.error_feedback:
-                    self._fold_saved(saved, device)
-                saved.state.clear()
-        self._lanes[layout] = lane
-        return lane
-
-    def _fold_saved(self, saved: SavedBucket, device: torch.device) -> None:
-        """A loaded bucket that no longer exists: what its owner owed goes to the residual."""
-        if "owner" in saved.state:
-            net, owed = self.transport, torch.zeros(saved.layout.numel, device=device)
-            fold_owner_(owed, saved.state["owner"].to(device), net.rank, net.world_size)
-            self._take_back(saved.layout, owed)
-
-    def _take_back(self, layout: BucketLayout, owed: Tensor) -> None:
+    def _take_back_(self, layout: BucketLayout, owed: Tensor) -> None:
         """This rank owes, as a worker, what it owed as an owner: the others have not heard of it yet."""
         if self._ef21 is not None:
             self.kept[ESTIMATE].open(layout, owed.device).old.sub_(owed)
-        else:
+        elif self.config.error_feedback:
             self.memory.open(layout, owed.device).old.add_(owed)
-
-    def _planned(self, layout: BucketLayout) -> list[BucketLayout]:
-        """The loaded state's buckets, if ``layout`` is exactly several of them put together."""
-        if not self._plan or layout in self._lanes:
-            return []
-        names = set(layout.names)
-        parts = [saved.layout for saved in self._plan if names.issuperset(saved.layout.names)]
-        covered = [name for part in parts for name in part.names]
-        return parts if len(covered) == len(names) and set(covered) == names else []
 
     # --- state -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of everything that the next step depends on: tensors and plain values only."""
-        lanes = {layout: self._lanes[layout] for layout in self._order if layout in self._lanes} | self._lanes
-        buckets = [
-            SavedBucket(layout, lane.name, lane.collective.state_dict()) for layout, lane in lanes.items()
-        ]
-        covered = {name for layout in lanes for name in layout.names}
-        buckets += [saved for saved in self._plan if not covered.intersection(saved.layout.names)]
         return {
             "format": STATE_FORMAT,
             "step": self.step,
@@ -318,7 +241,7 @@ class Reducer:
             "ratio": self.ratio,
             "residuals": self.memory.state_dict(),
             "kept": {name: kept.state_dict() for name, kept in self.kept.items()},
-            "buckets": [bucket.as_dict() for bucket in buckets],
+            "buckets": self._lanes.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
@@ -343,13 +266,13 @@ class Reducer:
             told = {"state": {"step": state["step"], "ratio": ratio, "buckets": names, "agreed": agreed}}
             return (plan, ratio), told
 
-        self._plan, ratio = agree(self.transport, self._device, prepare)
+        plan, ratio = agree(self.transport, self._device, prepare)
         self.take_ratio(ratio)
         self.memory.load_state_dict(state["residuals"])
         for name, kept in self.kept.items():
             kept.load_state_dict(state["kept"][name])
         self.step, self.taken = int(state["step"]), int(state["taken"])
-        self._lanes, self._order = {}, []
+        self._lanes.load(plan)
         self.abandon_step()
 
 
@@ -379,52 +302,6 @@ def resolve(config: CompressionConfig, compressor: BaseCompressor) -> Compressio
             f"use auto or {' or '.join(compressor.collectives)}"
         )
     return replace(config, compressor=compressor.name, error_feedback=feedback, **compressor.options())
-
-
-def choose(
-    layout: BucketLayout,
-    compressor: BaseCompressor,
-    config: CompressionConfig,
-    transport: Transport,
-    device: torch.device,
-) -> _Lane:
-    """The collective for one bucket. All ranks choose alike: nothing but sizes matters.
-
-    ``auto`` counts bytes. Sharded has a second round, and an owner's second choice costs a
-    little accuracy, so where it chooses (fewer entries than elements) it must save 40 %.
-    """
-    names = compressor.collectives if config.collective == "auto" else (config.collective,)
-    lanes = [
-        _Lane(name, COLLECTIVES[name](layout, compressor, config, transport, device), compressor.ratio)
-        for name in names
-    ]
-    best = lanes[0]
-    margin = 0.6 if compressor.quota(layout.numel) < layout.numel else 1.0
-    for other in lanes[1:]:
-        if other.collective.traffic < margin * best.collective.traffic:
-            best = other
-    return best
-
-
-def split_by_size(layout: BucketLayout, limit: int = MAX_NUMEL) -> list[BucketLayout]:
-    """``layout`` as consecutive buckets that the wire format can number; most often itself."""
-    parts: list[tuple[list[str], list[torch.Size]]] = [([], [])]
-    size = 0
-    for name, shape in zip(layout.names, layout.shapes, strict=True):
-        if shape.numel() > limit:
-            raise ValueError(
-                f"parameter {name!r} has {shape.numel():,} elements; one message can number "
-                f"{limit:,}. Split the parameter, or keep it out of this DDP model"
-            )
-        if size + shape.numel() > limit:
-            parts.append(([], []))
-            size = 0
-        parts[-1][0].append(name)
-        parts[-1][1].append(shape)
-        size += shape.numel()
-    if len(parts) == 1:
-        return [layout]
-    return [BucketLayout(tuple(names), tuple(shapes)) for names, shapes in parts]
 
 
 def check_new_ratio(compressor: BaseCompressor, ratio: float) -> None:
