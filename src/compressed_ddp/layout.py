@@ -194,6 +194,40 @@ def partition(
     return Partition(layout.numel, shards, tuple(map(tuple, quotas)))
 
 
+def uneven_partition(
+    layout: BucketLayout, shards: int, shares: Sequence[float], *, min_numel: int = 0, least: int = 8
+) -> Partition:
+    """As ``partition``, with a share of its own for each parameter.
+
+    Neighbours are sought in together until ``least`` entries come to each shard: at less, giving every
+    range at least one entry would cost more than the shares save.
+    """
+    bare = Partition(layout.numel, shards, ())
+    runs: list[tuple[int, float]] = []  # where each ends, and how many entries it sends
+    size, k = 0, 0.0
+    for stop, numel, share in zip(layout.offsets[1:], layout.numels, shares, strict=True):
+        if numel >= min_numel:
+            size, k = size + numel, k + min(1.0, share) * numel
+        if k >= least * shards:
+            runs.append((stop, k))
+            size, k = 0, 0.0
+    if runs and (size or k):  # too few for a range of their own
+        runs[-1] = layout.numel, runs[-1][1] + k
+    elif size:
+        runs = [(layout.numel, max(k, 1.0))]
+    quotas: list[list[Quota]] = [[] for _ in range(shards)]
+    begin, first = 0, 0
+    for stop, k in runs:
+        ranges = [(bare.local_index(begin, s), bare.local_index(stop, s)) for s in range(shards)]
+        lengths = [b - a for a, b in ranges]
+        whole = min(round(k), sum(lengths))
+        for s, share in enumerate(deal(whole, lengths, first)):
+            if lengths[s]:
+                quotas[s].append(Quota(*ranges[s], max(share, 1)))
+        begin, first = stop, first + whole
+    return Partition(layout.numel, shards, tuple(map(tuple, quotas)))
+
+
 def grown(part: Partition, factor: float) -> Partition:
     """The same partition with every quota ``factor`` times as large, at most its whole range."""
     quotas = tuple(

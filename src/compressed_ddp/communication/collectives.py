@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..compression import BaseCompressor
 from ..error_feedback.state import fold_owner_
-from ..layout import BucketLayout, grown, partition, small_positions
+from ..layout import BucketLayout, grown, partition, small_positions, uneven_partition
 from ..types import Clock, CompressionConfig, Held, Slot, Stamp, Transport
 from .packer import Packer, deliver_, room_for_sum
 
@@ -24,7 +24,12 @@ def worker_packer(
 ) -> Packer:
     """What makes a worker's messages about ``layout``, one for each of ``shards``."""
     smallest = config.min_compress_numel if compressor.small_tensors_apart else 0
-    part = partition(layout, shards, compressor.quota, scope=config.scope, min_numel=smallest)
+    factors = compressor.factors
+    if any(name in factors for name in layout.names):
+        shares = [compressor.ratio * factors.get(name, 1.0) for name in layout.names]
+        part = uneven_partition(layout, shards, shares, min_numel=smallest)
+    else:
+        part = partition(layout, shards, compressor.quota, scope=config.scope, min_numel=smallest)
     return Packer(compressor, part, small_positions(layout, smallest, device))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ class Lane(NamedTuple):
     name: str
     collective: Collective
     ratio: float
+    factors: Mapping[str, float]
     """What its message sizes were computed for."""
 
 
@@ -53,9 +54,9 @@ class Lanes:
         """Buckets of a loaded state; one whose state is empty has been handed over."""
 
     def open(self, layout: BucketLayout, device: torch.device) -> Collective:
-        """The collective of ``layout``: a new one for a bucket not seen before, or not with this ratio."""
-        lane = self._lanes.get(layout)
-        if lane is None or lane.ratio != self._compressor.ratio:
+        """The collective of ``layout``: a new one for a bucket not seen before, or not with these ratios."""
+        lane, now = self._lanes.get(layout), self._compressor
+        if lane is None or lane.ratio != now.ratio or lane.factors is not now.factors:
             lane = self._new(layout, device)
         return lane.collective
 
@@ -130,9 +131,9 @@ def choose(
     little accuracy, so where it chooses (fewer entries than elements) it must save 40 %.
     """
     names = compressor.collectives if config.collective == "auto" else (config.collective,)
+    terms = compressor.ratio, compressor.factors
     lanes = [
-        Lane(name, COLLECTIVES[name](layout, compressor, config, transport, device), compressor.ratio)
-        for name in names
+        Lane(name, COLLECTIVES[name](layout, compressor, config, transport, device), *terms) for name in names
     ]
     best = lanes[0]
     margin = 0.6 if compressor.quota(layout.numel) < layout.numel else 1.0

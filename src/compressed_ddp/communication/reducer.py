@@ -35,6 +35,7 @@ from ..types import (
     check_ratio,
     unknown_name,
 )
+from .adaptive import Allotment, check_factors
 from .ef21 import make_memory
 from .handshake import agree, digest
 from .lanes import COLLECTIVES, Lanes, split_by_size
@@ -82,6 +83,8 @@ class Reducer:
         kept = (*(sender.memories if sender else ()), *(self._ef21.memories if self._ef21 else ()))
         self.kept = {name: ErrorFeedbackBuffer() for name in kept}
         """What the sender's half remembers, and EF21."""
+        smallest = config.min_compress_numel if compressor.small_tensors_apart else 0
+        self._allotment = Allotment(config.adapt_every, smallest)
         self._lanes = Lanes(compressor, self.config, transport, self._take_back_)
         self._seen: list[BucketLayout] = []
         self._touched: list[Slot] = []
@@ -138,6 +141,7 @@ class Reducer:
     def abandon_step(self) -> None:
         """Forget a step that was begun and not ended: residuals are as before it."""
         self._touched, self._finite, self._seen = [], True, []
+        self._allotment.forget()
 
     def _reduce_part_(self, layout: BucketLayout, bucket: Tensor, joined: bool) -> None:
         collective = self._lanes.open(layout, bucket.device)
@@ -152,6 +156,9 @@ class Reducer:
             finite = self._ef21.mean_(collective, bucket, slots, stamp, self.stats, self.taken)
         else:
             memory = self.memory.open(layout, bucket.device) if self.config.error_feedback else None
+            if memory is not None and self._allotment.due(self.taken):
+                with self.stats.phase("select"):
+                    self._allotment.look(layout, memory.old, bucket)
             finite = collective.mean_(bucket, memory, stamp, self.stats, held, sent)
             self._touched += [memory] if memory is not None else []
         self._finite &= finite
@@ -214,6 +221,9 @@ class Reducer:
         if self._finite:
             for slot in self._touched:
                 slot.commit()
+            if self._allotment.due(self.taken) and self.transport.world_size > 1:
+                with self.stats.phase("wait"):
+                    self.compressor.factors = self._allotment.settle(self.ratio, self.transport, self._device)
             self.taken += 1
         self.stats.collectives = self._lanes.count(self._seen)
         self.stats.close_step(finite=self._finite)
@@ -239,6 +249,7 @@ class Reducer:
             "world_size": self.transport.world_size,
             "config": self.config.as_dict(),
             "ratio": self.ratio,
+            "factors": dict(self.compressor.factors),
             "residuals": self.memory.state_dict(),
             "kept": {name: kept.state_dict() for name, kept in self.kept.items()},
             "buckets": self._lanes.state(),
@@ -252,7 +263,7 @@ class Reducer:
         back, unless this run was configured with another one than that of the state.
         """
 
-        def prepare() -> tuple[tuple[list[SavedBucket], float], dict[str, Any]]:
+        def prepare() -> tuple[tuple[list[SavedBucket], float, dict[str, float]], dict[str, Any]]:
             plan = check_state(state, self.transport.rank, self.transport.world_size, shapes)
             check_kept(state, self.kept)
             if not self.config.error_feedback and any(bool(r.any()) for r in state["residuals"].values()):
@@ -262,11 +273,12 @@ class Reducer:
                 )
             ratio = saved_ratio(state, self.config.ratio) or self.ratio
             names = [list(saved.layout.names) for saved in plan]
-            agreed = digest(state["kept"].get(AGREED, {}))
-            told = {"state": {"step": state["step"], "ratio": ratio, "buckets": names, "agreed": agreed}}
-            return (plan, ratio), told
+            factors = check_factors(state, shapes) if self.config.adapt_every else {}
+            told = {"step": state["step"], "ratio": ratio, "factors": factors, "buckets": names}
+            told["agreed"] = digest(state["kept"].get(AGREED, {}))
+            return (plan, ratio, factors), {"state": told}
 
-        plan, ratio = agree(self.transport, self._device, prepare)
+        plan, ratio, self.compressor.factors = agree(self.transport, self._device, prepare)
         self.take_ratio(ratio)
         self.memory.load_state_dict(state["residuals"])
         for name, kept in self.kept.items():
@@ -291,6 +303,11 @@ def resolve(config: CompressionConfig, compressor: BaseCompressor) -> Compressio
         raise ValueError(
             f"{asked} with {compressor.name!r}: its error can exceed the signal, so the residual would grow "
             f"without bound. It is unbiased and works without: leave {asked.split('=')[0]} out"
+        )
+    if config.adapt_every and not (feedback and config.memory == "ef" and compressor.adapts):
+        raise ValueError(
+            f"adapt_every={config.adapt_every} needs topk with error feedback (memory='ef'): it distributes "
+            "entries by what is owed. Leave it out otherwise"
         )
     if config.scope not in compressor.scopes:
         raise ValueError(f"{compressor.name!r} has no scope={config.scope!r}; use {compressor.scopes[0]!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,6 +60,8 @@ class BaseCompressor(ABC):
     """Whether tensors below ``min_compress_numel`` travel whole beside the chosen entries."""
     in_place: ClassVar[bool] = False
     """Whether ``take_parts`` may be given the residual itself as ``out``: it fails before it writes."""
+    adapts: ClassVar[bool] = False
+    """Whether it seeks the largest entries in ranges, so that shares may differ from range to range."""
     contraction: bool = True
     """Compressing never leaves more error than there was signal, so error feedback converges."""
     unbiased: bool = False
@@ -69,6 +72,9 @@ class BaseCompressor(ABC):
         if values not in self.value_formats:
             raise unknown_name(f"value format for {self.name!r}:", values, self.value_formats)
         self.ratio = float(ratio)
+        self.factors: Mapping[str, float] = {}
+        """Parameters that send so many times ``ratio``; one that is not named sends ``ratio``. Replaced as a
+        whole when they change."""
         self.values = values
         self.seed = seed
         self.codec = MessageCodec.named(self.index_format, values)

@@ -27,6 +27,7 @@ class TopKCompressor(BaseCompressor):
 
     name = "topk"
     in_place = True
+    adapts = True
 
     def __init__(
         self, ratio: float = 0.01, *, values: str = "int8", exact: bool = True, seed: int = 0
