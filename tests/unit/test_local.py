@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -403,12 +404,16 @@ def test_mistakes_are_named() -> None:
 
 
 def test_a_peer_that_is_gone_is_an_error_that_stays() -> None:
+    begun = threading.Event()
+
     def work(net: Transport) -> tuple[str, str]:
         model = make_model()
         local = make_local(net, model, steps=1)
         if net.rank == 1:
+            assert begun.wait(60)
             net.close(failed=True)
             return "", ""
+        begun.set()
         walk(model, 0, 0)
         before = flat(model)
         with pytest.raises(SyncError) as first:

@@ -26,7 +26,7 @@ class Allotment:
     solution). So each worker counts the magnitudes of every parameter in one pass, finds the one threshold
     above which K entries lie, and proposes for each parameter as many as it has above it. The sum of all
     workers' proposals, 8 bytes a parameter, is what all of them use until the next time. Only the
-    distribution changes, so messages stay as long as they were.
+    distribution changes, not the number of entries.
 
     Markov et al., "L-GreCo: Layerwise-Adaptive Gradient Compression", 2024.
     """
