@@ -54,6 +54,30 @@ def accumulation(rank: int, world: int) -> tuple[Tensor, Tensor, int]:
     return flat_grad(model), mean_of(flat_grad(twin), world), sync.step
 
 
+def micro_batches(rank: int, world: int, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Where five steps of four micro-batches lead, and five steps of the same examples at once."""
+    batches = [[batch(rank, 4 * step + micro) for micro in range(4)] for step in range(5)]
+    found: dict[str, list[Tensor]] = {"parameters": [], "residuals": []}
+    for together in (False, True):
+        model = DDP(small_model(), bucket_cap_mb=0.01)
+        sync = attach(model, CompressionConfig(**config))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for parts in batches:
+            optimizer.zero_grad()
+            if together:
+                parts = [(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))]
+            for i, (x, y) in enumerate(parts):
+                with model.no_sync() if i + 1 < len(parts) else contextlib.nullcontext():
+                    (nn.functional.mse_loss(model(x), y) / len(parts)).backward()
+            optimizer.step()
+        assert sync.step == 5, "compressed once for four micro-batches"
+        found["parameters"].append(flat(model))
+        found["residuals"].append(owed(sync, model.module))
+        sync.close()
+    assert found["residuals"][0].any()
+    return {name: torch.stack(both) for name, both in found.items()}
+
+
 class Branches(nn.Module):
     """Uses one of two branches, another one on every rank; ``never`` is not used at all."""
 
@@ -226,6 +250,48 @@ def overflow(rank: int, world: int, collective: str) -> dict[str, Any]:
                     assert torch.equal(tensor, new["state"][key])
     sync.close()
     return {"skipped": skipped, "parameters": flat(model), "noted": sync.stats.total.skipped_steps}
+
+
+def random_overflows(rank: int, world: int, collective: str, seed: int) -> dict[str, Any]:
+    """Overflows at random ranks and steps: the law in unscaled units, over the steps that count."""
+    chance = torch.Generator().manual_seed(seed)  # the same on all ranks
+    model = DDP(small_model(), bucket_cap_mb=0.01)
+    sync = attach(model, CompressionConfig(ratio=0.05, collective=collective))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+    true, applied = torch.zeros(2, flat(model).numel(), dtype=torch.float64)
+    scales, skipped = [], 0
+    for step in range(30):
+        hit = (
+            int(torch.randint(world, (), generator=chance))
+            if float(torch.rand((), generator=chance)) < 0.25
+            else -1
+        )
+        twin = copy.deepcopy(model.module)
+        loss_of(twin, rank, step).backward()
+        optimizer.zero_grad()
+        sync.loss_scale = scaler.get_scale()
+        scales.append(sync.loss_scale)
+        loss = loss_of(model, rank, step)
+        scaler.scale(loss * torch.inf if rank == hit else loss).backward()
+        before = flat(model)
+        scaler.unscale_(optimizer)
+        if hit < 0:
+            true += mean_of(flat_grad(twin), world)
+            applied += flat_grad(model)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, flat(model)) == (hit >= 0)
+        skipped += hit >= 0
+    debt = mean_of(owed(sync, model.module), world)
+    assert sync.stats.total.skipped_steps == skipped
+    sync.close()
+    return {
+        "parameters": flat(model),
+        "law": (applied + debt - true).abs().max().item() / true.abs().max().item(),
+        "scales": scales,
+        "skipped": skipped,
+    }
 
 
 def refused(rank: int, world: int, what: str) -> str:

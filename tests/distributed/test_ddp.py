@@ -107,6 +107,22 @@ def test_a_split_optimizer_keeps_all_three_laws(pool: Pool, split: str, way: str
 
 
 @WAYS
+def test_adaptive_ratios_keep_all_three_laws(pool: Pool, way: str, tmp_path: Path) -> None:
+    """Entries are dealt anew every 7 steps, also between the checkpoint and the end."""
+    config = {"collective": way, "ratio": 0.1, "adapt_every": 7}
+    whole = pool.run(3, jobs.train, config, steps=50, check_law=True)
+    for result in whole:
+        assert torch.equal(result["parameters"], whole[0]["parameters"])
+        assert result["layouts"] >= 2 and result["law"] < 1e-5 * result["scale"]
+    pool.run(3, jobs.train, config, steps=25, save_to=str(tmp_path))
+    factors = torch.load(tmp_path / "0.pt", weights_only=True)["sync"]["factors"]
+    assert max(factors.values()) > 1.1 > 0.9 > min(factors.values())
+    resumed = pool.run(3, jobs.train, config, steps=50, resume_from=str(tmp_path))
+    for before, after in zip(whole, resumed, strict=True):
+        assert torch.equal(before["parameters"], after["parameters"])
+
+
+@WAYS
 def test_ef21_keeps_its_own_law(pool: Pool, way: str, tmp_path: Path) -> None:
     """Replicas agree, also on g, which by all-gather is the mean of all g_i; a resumed run is the same."""
     config = {"collective": way, "ratio": 0.05, "memory": "ef21-sgdm", "eta": 0.3}

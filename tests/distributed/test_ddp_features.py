@@ -19,6 +19,16 @@ def test_no_sync_accumulates(pool: Pool) -> None:
 
 
 @WAYS
+def test_four_micro_batches_are_one_large_batch(pool: Pool, way: str) -> None:
+    """Within rounding, residuals included, at a ratio where most entries wait."""
+    for found in pool.run(2, jobs.micro_batches, {"ratio": 0.05, "collective": way}):
+        for name, (parts, whole) in found.items():
+            torch.testing.assert_close(
+                parts, whole, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+@WAYS
 def test_find_unused_parameters(pool: Pool, way: str) -> None:
     results = pool.run(3, jobs.unused, {"ratio": 0.1, "collective": way})
     for parameters, never_moved in results:
@@ -89,6 +99,18 @@ def test_overflow_on_one_rank_is_skipped_by_all(pool: Pool, way: str) -> None:
     for result in results:
         assert result["skipped"] == [3, 5] and result["noted"] == 2
         assert torch.equal(result["parameters"], results[0]["parameters"])
+
+
+@WAYS
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_overflows_at_random(pool: Pool, way: str, seed: int) -> None:
+    """The scale goes down and up; of steps that count nothing is lost, of the others nothing applied."""
+    results = pool.run(3, jobs.random_overflows, way, seed)
+    for result in results:
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+        assert result["scales"] == results[0]["scales"] and len(set(result["scales"])) >= 3
+        assert result["skipped"] >= 3
+        assert result["law"] < 1e-5
 
 
 @pytest.mark.parametrize(
