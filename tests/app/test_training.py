@@ -61,6 +61,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp16": {"compress": True, "ratio": 0.1, "precision": "fp16"},
     "bf16": {"compress": True, "ratio": 0.1, "precision": "bf16"},
     "batch norm": {"compress": True, "model": "resnet18", "limit": 24, "batch_size": 2, "epochs": 1},
+    "channels last": {"compress": True, "ratio": 0.05, "channels_last": True, "adapt_every": 2},
     "local": {"compress": True, "ratio": 0.05, "local_steps": 4},
     "local, adamw": {"local_steps": 2, "optimizer": "adamw", "precision": "fp16", "schedule": "cosine"},
     "gpt": {"compress": True, "model": "gpt", "dataset": "text", "block": 16, "limit": 40, "batch_size": 4},

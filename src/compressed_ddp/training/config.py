@@ -79,6 +79,8 @@ class Optimisation:
     """Scale the averaged gradient down to this norm where it is larger."""
     precision: Precision = "fp32"
     """What forward and backward compute in; weights, residuals and sums stay fp32."""
+    channels_last: bool = False
+    """Images lie in memory with their channels last: the same mathematics, on CPUs often faster."""
     seed: int = 0
     """Fixes weights, order of data and augmentation: same seed and workers, same bits."""
     target_accuracy: float | None = None

@@ -66,6 +66,8 @@ class Trainer:
         settings = config.optimisation
         torch.manual_seed(settings.seed)  # the same weights on every worker
         self.model = build(config.task.model, shape=data.shape, classes=data.classes).to(place.device)
+        if settings.channels_last:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         torch.manual_seed(seed_of(settings.seed, place.rank))  # dropout of its own on each
         masking = config.switch.momentum_masking
         self.optimizer = make_optimizer(settings, self.model, split=config.split, masking=masking)
@@ -101,6 +103,12 @@ class Trainer:
         if not config.compress:
             return ddp, PlainSync(ddp)
         return ddp, attach(ddp, config.compression, optimizer=self.halves)
+
+    def _placed(self, inputs: Tensor) -> Tensor:
+        """``inputs`` where the model is, and as it wants them."""
+        last = self.config.optimisation.channels_last and inputs.dim() == 4
+        how = torch.channels_last if last else torch.preserve_format
+        return inputs.to(self.place.device, non_blocking=True, memory_format=how)
 
     # --- the run -----------------------------------------------------------------------------
 
@@ -166,7 +174,7 @@ class Trainer:
             sync.loss_scale = self.scaler.get_scale()
         examples = sum(len(targets) for _, targets, _ in group)
         for i, (inputs, targets, _) in enumerate(group):
-            inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            inputs, targets = self._placed(inputs), targets.to(device, non_blocking=True)
             with nullcontext() if self.ddp is None or i == len(group) - 1 else self.ddp.no_sync():
                 with self._autocast():
                     outputs = model(inputs)
@@ -217,7 +225,7 @@ class Trainer:
         with torch.no_grad():
             size = max(settings.batch_size, 256 if self.data.kind == "image" else 16)
             for inputs, targets in shares(self.data.test, size, self.place.rank, self.place.world_size):
-                inputs, targets = inputs.to(self.place.device), targets.to(self.place.device)
+                inputs, targets = self._placed(inputs), targets.to(self.place.device)
                 with self._autocast():
                     outputs = self.model(inputs)
                     loss = mean_loss(outputs, targets)
