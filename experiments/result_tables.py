@@ -15,6 +15,7 @@ import claims
 from pages import ROOT, fill
 
 from compressed_ddp.report import SOURCES, Table, load, tables
+from compressed_ddp.report.figures import PLAIN, good, is_ours, median, of, sent, settings, title
 from compressed_ddp.report.grid import Grid
 from compressed_ddp.report.page import pictures
 from compressed_ddp.report.sections import SECTIONS
@@ -40,12 +41,45 @@ CLAIMS = {
 }
 
 
+HEADLINE = (
+    *("none", PLAIN, "fp16", "powersgd-1", "writeup-dense", "writeup-sparse"),
+    *("ours-allgather-int8", "ours-sharded-int8"),
+)
+COLUMNS = (
+    ("scalability_dilated", 1e9, "1 Gbit/s, dilated"),
+    ("scalability_dilated", 1e8, "100 Mbit/s, dilated"),
+    ("scalability_analysis", 1e9, "1 Gbit/s, whole"),
+)
+
+
+def headline(found: dict[str, Table]) -> str:
+    """README's table: eight hosts, step times by rate, and bytes of the whole model."""
+    rows = {source: good(found[source].rows) if source in found else [] for source, _, _ in COLUMNS}
+    lines = []
+    for method in HEADLINE:
+        cells = []
+        for source, rate, _ in COLUMNS:
+            place = next((s for s in settings(rows[source]) if (s.hosts, s.rate_bits) == (8, rate)), None)
+            step, plain = (
+                None if place is None else median(of(rows[source], place, name), "step_ms")
+                for name in (method, PLAIN)
+            )
+            cells.append("-" if step is None or not plain else f"{step:,.0f} ms ({plain / step:.1f})")
+        whole = [row for row in rows["scalability_analysis"] if (row["hosts"], row["rate_bits"]) == (8, 1e9)]
+        mine, plain = (sent([row for row in whole if row["method"] == name]) for name in (method, PLAIN))
+        share = "-" if method == "none" or mine is None or not plain else f"{100 * mine / plain:.2f} %"
+        lines.append([f"**{title(method)}**" if is_ours(method) else title(method), *cells, share])
+    head = ("8 hosts: a step (times faster)", *(name for *_, name in COLUMNS), "bytes")
+    return Grid("", head, lines).markdown()
+
+
 def missing(source: str) -> str:
     return Grid("", ("",), [[f"not measured yet: `{SOURCES[source].command}`"]]).markdown()
 
 
 def parts(found: dict[str, Table], drawn: dict[str, bytes]) -> Iterator[tuple[str, str, str]]:
     """Page, mark and what belongs there."""
+    yield "README.md", "headline", headline(found)
     for page, name in CLAIMS.items():
         yield page, "claims", claims.table(found, name)
     for mark, (source, make) in GRIDS.items():

@@ -1,0 +1,143 @@
+"""The comparison of methods: its plan, its rows, its table and picture; and the write-up's residual."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import experiment
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor
+
+from compressed_ddp import CompressionConfig
+from compressed_ddp.communication import COLLECTIVES, Reducer, run_in_process
+from compressed_ddp.compression.factory import COMPRESSORS, from_config
+from compressed_ddp.layout import BucketLayout
+from compressed_ddp.training.config import TrainConfig
+from compressed_ddp.types import Transport
+
+
+def load() -> Any:
+    return experiment.load("methods")
+
+
+@pytest.fixture
+def script() -> Iterator[Any]:
+    """The experiment; what it adds to the registries is taken back, for other tests read them."""
+    before = dict(COMPRESSORS), dict(COLLECTIVES)
+    yield load()
+    del sys.modules["legacy"]  # which registers when it is imported
+    for registry, old in zip((COMPRESSORS, COLLECTIVES), before, strict=True):
+        for name in set(registry) - set(old):
+            del registry[name]
+
+
+def row(script: Any, run: Any, score: float, failed: str = "") -> dict[str, Any]:
+    share = 1.0 if run.ratio == 1 else 1.3 * run.ratio
+    return (
+        dict.fromkeys(script.COLUMNS, "")
+        | run._asdict()
+        | {
+            **{
+                "test_accuracy": score,
+                "test_loss": 100 - score,
+                "socket_sent": 1e6 * share,
+                "failed": failed,
+            },
+        }
+    )
+
+
+def test_every_run_is_one_that_the_application_takes(script: Any, tmp_path: Path) -> None:
+    runs = list(script.planned(list(script.TASKS), tmp_path / "none.csv"))
+    assert len(set(runs)) == len(runs)
+    for run in runs:
+        config = TrainConfig.from_flat(script.settings(run, "data"))
+        assert config.compress == (run.method != "dense")
+        assert bool(config.task.validation) == (run.purpose == "tune")
+    for task in ("mnist", "fashion", "text"):
+        tests = [run for run in runs if (run.task, run.purpose) == (task, "test")]
+        methods = script.TASKS[task].methods
+        assert len(tests) == 3 * (1 + 3 * (len(methods) - 1))
+        tuned = [run for run in runs if (run.task, run.purpose) == (task, "tune")]
+        assert len(tuned) == len(methods) * len(script.TASKS[task].rates), "every method alike"
+
+
+def test_rates_are_chosen_and_what_is_done_is_not_done_again(script: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.csv"
+    best = {"dense": 0.05, "error feedback": 0.1, "DGC": 0.02, "EF21-SGDM": 1.0}
+    for run in script.planned(["mnist"], out):
+        if run.purpose == "test":
+            assert run.lr == best.get(run.method, 0.02), run
+        score = 99.0 if run.lr == best.get(run.method) else 90.0 + run.seed % 3
+        script.append(out, script.COLUMNS, [row(script, run, score)])
+    again = list(script.planned(["mnist"], out))
+    assert set(again) == set(map(script.key, script.read(out)))
+
+
+def test_a_rate_that_diverged_is_not_chosen(script: Any) -> None:
+    rows = [
+        row(script, script.Run("mnist", "DGC", "tune", 0.01, 100, lr), 50.0 + lr, "nan" if lr == 0.1 else "")
+        for lr in (0.02, 0.05, 0.1)
+    ]
+    assert script.chosen(rows, "mnist", "DGC") == 0.05
+
+
+def test_table_and_picture(script: Any, tmp_path: Path) -> None:
+    rows = []
+    for seed in range(3):
+        for method, ratio, score in (("dense", 1.0, 99.0), ("error feedback", 0.01, 98.5 + 0.1 * seed)):
+            run = script.Run("mnist", method, "test", ratio, seed, 0.05)
+            rows.append({k: str(v) for k, v in row(script, run, score).items()})
+    failed = script.Run("mnist", "DGC", "test", 0.1, 0, 0.05)
+    rows.append({k: str(v) for k, v in row(script, failed, 0.0, "the loss is nan").items()})
+    text = script.table(rows, "mnist")
+    assert "| error feedback | 1.0% | 0.05 | 98.60 ± 0.10 | -0.40 points | 1.30% |" in text
+    assert "nan ± 0.00 (1 diverged)" in text
+    assert script.table([], "mnist") == ""
+    script.plot(rows, tmp_path / "methods.png")
+    assert (tmp_path / "methods.png").stat().st_size > 10_000
+
+
+def methods_job(rank: int, world: int, out: str) -> dict[str, Any]:
+    from compressed_ddp.training.place import Place
+
+    script = load()
+    small = {"model": "simple_cnn", "dataset": "digits", "limit": 64, "batch_size": 16, "epochs": 1}
+    script.TASKS["mnist"] = script.TASKS["mnist"]._replace(flags=small, held_out=32)
+    place = Place(rank, world, rank, torch.device("cpu"), "gloo")
+    found = {}
+    for method in ("dense", "write-up's error", "DGC", "EF21-SGDM", "adaptive", "local steps"):
+        run = script.Run("mnist", method, "tune", 1.0 if method == "dense" else 0.01, 0, 0.01)
+        found[method] = script.train(run, place, "data")
+    return found
+
+
+def test_real_workers_train_by_all_kinds_of_methods(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, methods_job, str(tmp_path))
+    for method, mine in first.items():
+        assert mine["method"] == method and mine["workers"] == 2 and mine["steps"] == 2
+        assert mine["test_loss"] == second[method]["test_loss"] < 5
+        assert method == "dense" or mine["payload_sent"] < 0.3 * first["dense"]["payload_sent"]
+
+
+def test_the_write_ups_residual_breaks_the_law(script: Any) -> None:
+    """e' = e + g - mean: what a worker sent itself stays owed, but for its share of the mean."""
+    layout = BucketLayout(("w",), (torch.Size([400]),))
+
+    def gradient(rank: int) -> Tensor:
+        return torch.randn(400, generator=torch.Generator().manual_seed(rank))
+
+    def work(net: Transport) -> tuple[Tensor, Tensor]:
+        config = CompressionConfig(compressor=script.legacy.NAME, ratio=0.1, values="fp32")
+        sync, bucket = Reducer(from_config(config), config, net), gradient(net.rank)
+        sync.reduce_(layout, bucket, last=True)
+        return bucket, sync.state_dict()["residuals"]["w"]
+
+    for rank, (mean, residual) in enumerate(run_in_process(3, work)):
+        assert torch.equal(residual, gradient(rank) - mean)
+        assert mean.count_nonzero() > 40
