@@ -90,8 +90,8 @@ class LocalSync:
         self._net = transport or _network(group, self.config.sync_timeout)
         try:
             compressor, self.config = agree(self._net, device, prepare)
-            self._reducer = Reducer(compressor, self.config, self._net, device=device)
-            self._reducer.stats.method += f", every {steps} steps"
+            note = f", every {steps} steps"
+            self._reducer = Reducer(compressor, self.config, self._net, device=device, note=note)
             self._layouts = in_buckets(self._parameters, int(bucket_cap_mb * 2**20))
             self._nbytes = sum(p.numel() * p.element_size() for p in self._parameters.values())
             self._anchor: dict[str, Tensor] = {}

@@ -57,19 +57,19 @@ class Reducer:
         memory: ErrorFeedbackBuffer | None = None,
         device: torch.device | None = None,
         sender: SenderHalf | None = None,
+        note: str = "",
     ) -> None:
         """``device`` is where start-up messages travel from; gradients say their own. ``sender`` works on
-        them before they are compressed."""
+        them before they are compressed. ``note`` ends the method's name in the ledger."""
         self.compressor = compressor
         self._device = device or torch.device("cpu")
         self.config = resolve(config, compressor)
         self.transport = transport
         self.memory = memory if memory is not None else ErrorFeedbackBuffer()
         feedback = bool(self.config.error_feedback)
-        self.stats = Ledger(
-            _method(compressor, self.config.memory), describe(self._device), feedback, compressor.unbiased
-        )
-        self.stats.ratio = self.ratio
+        self._note = note
+        self.stats = Ledger("", describe(self._device), feedback, compressor.unbiased)
+        self.take_ratio(self.ratio)
         self.step = 0
         self.taken = 0
         """Steps that counted: nobody's gradient was NaN or infinite."""
@@ -113,7 +113,7 @@ class Reducer:
     def take_ratio(self, ratio: float) -> None:
         """A ratio that all ranks have agreed on; buckets notice by themselves (``Lanes.open``)."""
         self.compressor.ratio = self.stats.ratio = float(ratio)
-        self.stats.method = _method(self.compressor, self.config.memory)
+        self.stats.method = _method(self.compressor, self.config.memory) + self._note
 
     def reduce_(self, layout: BucketLayout, bucket: Tensor, *, last: bool, joined: bool = False) -> None:
         """Overwrite ``bucket`` with the mean over all workers; ``last`` ends the step.
