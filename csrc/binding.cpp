@@ -80,6 +80,10 @@ uint32_t checksum(Address message, int64_t n_words, int64_t skip) {
   return cddp_checksum(at<const uint8_t>(message), n_words, skip);
 }
 
+uint64_t fingerprint(Address data, int64_t n_words) {
+  return cddp_fingerprint(at<const uint8_t>(data), n_words, -1);
+}
+
 } // namespace
 
 NB_MODULE(_native, m) {
@@ -97,4 +101,5 @@ NB_MODULE(_native, m) {
   m.def("log_encode", &log_encode, unlocked());
   m.def("log_decode", &log_decode, unlocked());
   m.def("checksum", &checksum, unlocked());
+  m.def("fingerprint", &fingerprint, unlocked());
 }

@@ -140,13 +140,18 @@ extern "C" int cddp_log_decode(const uint8_t *data, int64_t count, int bits, flo
   return CDDP_OK;
 }
 
-extern "C" uint32_t cddp_checksum(const uint8_t *message, int64_t n_words, int64_t skip) {
+extern "C" uint64_t cddp_fingerprint(const uint8_t *data, int64_t n_words, int64_t skip) {
   uint64_t total = 0;
   for (int64_t j = 0; j < n_words; ++j) {
     uint32_t word;
-    std::memcpy(&word, message + 4 * j, 4);
+    std::memcpy(&word, data + 4 * j, 4);
     const uint64_t weight = (static_cast<uint64_t>(j) * 0x9E3779B1u + 0x85EBCA6Bu) | 1u;
     total += (j == skip ? 0 : word) * weight;
   }
+  return total;
+}
+
+extern "C" uint32_t cddp_checksum(const uint8_t *message, int64_t n_words, int64_t skip) {
+  const uint64_t total = cddp_fingerprint(message, n_words, skip);
   return static_cast<uint32_t>(total ^ total >> 32);
 }

@@ -111,7 +111,11 @@ struct cddp_message {
 int cddp_sum_messages(float *out, int64_t numel, int64_t shards, const struct cddp_message *messages,
                       int64_t n_messages, int values, float scale, int threads, int64_t *which, int64_t *found);
 
-// The checksum of a message of n_words 32-bit words, word `skip` taken as zero (-1: none).
+// A sum of n_words 32-bit words, each times an odd weight of its position, modulo 2^64; word `skip` taken as
+// zero (-1: none).
+uint64_t cddp_fingerprint(const uint8_t *data, int64_t n_words, int64_t skip);
+
+// The checksum of a message: that sum with its halves folded together.
 uint32_t cddp_checksum(const uint8_t *message, int64_t n_words, int64_t skip);
 
 #ifdef __cplusplus

@@ -130,6 +130,8 @@ class CompressionConfig:
     hold_unused: bool = False
     """Keep back what is owed for parameters that got no gradient in this step. ``attach`` turns it
     on for ``find_unused_parameters=True``, where DDP throws the results of such parameters away."""
+    check_replicas_every: int = 100
+    """Steps after which a hash of all parameters is compared over ranks (9 bytes); 0: never."""
     adapt_every: int = 0
     """Steps after which entries are distributed over parameters anew, by what they are about to send
     (see docs/methods.md); 0: every parameter, or bucket, sends the same share."""
@@ -161,10 +163,10 @@ class CompressionConfig:
                 f"threshold must be a positive magnitude, got {self.threshold}; "
                 "leave it out to estimate it from a sample"
             )
-        if not isinstance(self.adapt_every, int) or self.adapt_every < 0:
-            raise ValueError(
-                f"adapt_every must be a number of steps, or 0 for never, got {self.adapt_every!r}"
-            )
+        for name in ("adapt_every", "check_replicas_every"):
+            every = getattr(self, name)
+            if not isinstance(every, int) or every < 0:
+                raise ValueError(f"{name} must be a number of steps, or 0 for never, got {every!r}")
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}")
 

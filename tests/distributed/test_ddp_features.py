@@ -113,6 +113,13 @@ def test_overflows_at_random(pool: Pool, way: str, seed: int) -> None:
         assert result["law"] < 1e-5
 
 
+def test_replicas_that_drift_apart(pool: Pool) -> None:
+    """One bit in one weight of one rank is seen by all at the next look, by name."""
+    told = "8 SyncError the replicas have drifted apart: at step 8 parameter '3.bias' of rank 1 is not that"
+    for said in pool.run(3, jobs.drift):
+        assert len(said) == 1 and said[0].startswith(told), said
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [

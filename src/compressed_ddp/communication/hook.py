@@ -46,6 +46,7 @@ class GradientSync:
         device = next((p.device for p in parameters.values() if p.requires_grad), torch.device("cpu"))
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._parameters = parameters
+        self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
 
         def prepare() -> tuple[tuple[BaseCompressor, CompressionConfig], dict[str, Any]]:
             _check_model(model, parameters)
@@ -167,6 +168,7 @@ class GradientSync:
                 torch.cuda.current_stream(buffer.device).wait_event(ready)
             if first:
                 self._reducer.abandon_step()
+                self._reducer.check_replicas(self._trained, joined=joined)
             if scale != 1.0:
                 buffer.mul_(1.0 / scale)
             self._reducer.reduce_(layout, buffer, last=last, joined=joined)

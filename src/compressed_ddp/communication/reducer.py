@@ -36,6 +36,7 @@ from ..types import (
     unknown_name,
 )
 from .adaptive import Allotment, check_factors
+from .drift import check_replicas
 from .ef21 import make_memory
 from .handshake import agree, digest
 from .lanes import COLLECTIVES, Lanes, split_by_size
@@ -137,6 +138,12 @@ class Reducer:
             self._finite &= not self._touched or all_finite(bucket)
         if last:
             self._end_step()
+
+    def check_replicas(self, parameters: Mapping[str, Tensor], *, joined: bool = False) -> None:
+        """Now and then, before a step: raises SyncError on all ranks if their ``parameters`` differ."""
+        every, net = self.config.check_replicas_every, self.transport
+        if every and self.step % every == 0 and net.world_size > 1:
+            check_replicas(net, parameters, self._device, self.stats, step=self.step, joined=joined)
 
     def abandon_step(self) -> None:
         """Forget a step that was begun and not ended: residuals are as before it."""

@@ -97,6 +97,10 @@ class Kernels(Protocol):
         """A message's 32-bit check, its 32-bit word ``skip`` taken as zero."""
         ...
 
+    def fingerprint(self, data: Tensor) -> int:
+        """A 64-bit check of contiguous bytes, a multiple of 4 of them: no change of one word goes unseen."""
+        ...
+
 
 class _Choice(NamedTuple):
     native: Kernels | None
@@ -192,7 +196,8 @@ def _step(kernels: Kernels, residual: Tensor, gradient: Tensor, part: Partition,
     for code, coded in messages.items():
         kernels.sum_coded_(total, part, coded, code, 1 / 3)
         results.append(total.clone())
-    sums = kernels.checksum(total.view(torch.uint8), 7), kernels.finite_sum(out, gradient)
+    data = total.view(torch.uint8)
+    sums = kernels.checksum(data, 7), kernels.fingerprint(data), kernels.finite_sum(out, gradient)
     return [bytes(result.view(torch.uint8).tolist()) for result in results] + [str(sums).encode()]
 
 

@@ -222,10 +222,19 @@ def log_decode(data: Tensor, bits: int, count: int) -> Tensor:
 
 def checksum(message: Tensor, skip: int = -1) -> int:
     """A message's 32-bit check, its word ``skip`` taken as zero."""
-    _check(message, torch.uint8, message.numel())
-    if message.numel() % 4:
-        raise ValueError(f"a message is made of 32-bit words; {message.numel()} bytes are not")
-    return _native.checksum(message.data_ptr(), message.numel() // 4, skip)
+    return _native.checksum(message.data_ptr(), _words(message), skip)
+
+
+def fingerprint(data: Tensor) -> int:
+    """A 64-bit check of bytes."""
+    return _native.fingerprint(data.data_ptr(), _words(data))
+
+
+def _words(data: Tensor) -> int:
+    _check(data, torch.uint8, data.numel())
+    if data.numel() % 4:
+        raise ValueError(f"a message is made of 32-bit words; {data.numel()} bytes are not")
+    return data.numel() // 4
 
 
 def _check(tensor: Tensor, dtype: torch.dtype, numel: int) -> None:

@@ -1,0 +1,119 @@
+"""The drift guard: hashes that see every bit, and an error that names the parameter."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressed_ddp import (
+    CompressionConfig,
+    DistributedBackend,
+    ErrorFeedbackBuffer,
+    SyncError,
+    get_compressor,
+)
+from compressed_ddp.communication import run_in_process
+from compressed_ddp.communication.drift import check_replicas, fingerprint
+from compressed_ddp.kernels import kernels_for, reference
+from compressed_ddp.metrics import Ledger
+from compressed_ddp.types import Transport
+
+
+def ledger() -> Ledger:
+    return Ledger("test", "test", False, False)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 63, 1000, (1 << 20) + 5])
+def test_both_kernels_agree(numel: int) -> None:
+    torch.manual_seed(numel)
+    data = torch.randn(numel).view(torch.uint8)
+    mine = kernels_for(torch.zeros(1)).fingerprint(data)
+    assert mine == reference.fingerprint(data) and 0 <= mine < 2**64
+    assert reference.checksum(data) == (mine ^ (mine >> 32)) & 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4, 5), (0,)])
+def test_every_bit_counts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(shape).to(dtype)
+    before = fingerprint(tensor)
+    assert fingerprint(tensor.clone()) == before
+    bits = tensor.reshape(-1).view(torch.uint8)
+    for byte in range(bits.numel()):
+        for bit in (0, 3, 7):
+            bits[byte] ^= 1 << bit
+            assert fingerprint(tensor) != before
+            bits[byte] ^= 1 << bit
+    assert fingerprint(tensor) == before
+
+
+def test_layouts() -> None:
+    """Memory without gaps is read in place, whatever its order; other views are copied."""
+    tensor = torch.randn(2, 3, 4, 5)
+    last = tensor.contiguous(memory_format=torch.channels_last)
+    assert fingerprint(last) == fingerprint(last.permute(0, 2, 3, 1).contiguous())
+    strided = torch.randn(10, 8)[:, ::2]
+    assert fingerprint(strided) == fingerprint(strided.contiguous())
+    half = torch.randn(9).half()[1:]  # begins between two words
+    assert fingerprint(half) == fingerprint(half.clone())
+
+
+def parameters(change: str = "") -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    found = {name: torch.randn(5, 4, generator=generator) for name in ("a", "b", "c")}
+    if change:
+        found[change][2, 1] += 1e-6
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "joined", "told"),
+    [
+        (("", "", ""), (), ""),
+        (("", "b", ""), (), "parameter 'b' of rank 1 is not that of rank 0"),
+        (("c", "", ""), (), "parameter 'c' of rank 1, 2 is not that of rank 0"),
+        (("", "c", "a"), (), "parameter 'a' of rank 2 is not that of rank 0"),
+        (("", "b", ""), (1,), ""),
+        (("a", "", "b"), (0,), "parameter 'b' of rank 2 is not that of rank 1"),
+        (("a", "b", "c"), (0, 1, 2), ""),
+    ],
+)
+def test_all_ranks_say_the_same(changes: tuple[str, ...], joined: tuple[int, ...], told: str) -> None:
+    def work(net: Transport) -> int:
+        clock = ledger()
+        expected: Any = pytest.raises(SyncError, match=f"at step 7 {told}") if told else nullcontext()
+        with expected:
+            check_replicas(
+                *(net, parameters(changes[net.rank]), torch.device("cpu"), clock),
+                step=7,
+                joined=net.rank in joined,
+            )
+        clock.close_step(finite=True)
+        return clock.total.bytes_sent
+
+    assert run_in_process(3, work) == [2 * (9 + (24 if told else 0))] * 3
+
+
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_a_loop_of_ones_own_that_began_differently(every: int) -> None:
+    """The guard looks before the first step too: such a loop must see to equal weights itself."""
+
+    def work(net: Transport) -> None:
+        weight = torch.nn.Parameter(torch.full((300,), float(net.rank)))
+        backend = DistributedBackend(
+            get_compressor(0.1),
+            ErrorFeedbackBuffer(),
+            config=CompressionConfig(check_replicas_every=every),
+            transport=net,
+        )
+        weight.grad = torch.ones(300)
+        expected: Any = pytest.raises(SyncError, match="parameter 'w' of rank 1") if every else nullcontext()
+        with expected:
+            backend.allreduce_gradients([("w", weight)])
+
+    run_in_process(2, work)
