@@ -46,7 +46,7 @@ from compressed_ddp.report.tables import training
 
 RATIOS = (1.0, 0.1, 0.01, 0.001)
 RATES = (0.02, 0.05, 0.1, 0.2)
-IMAGES = {"batch-size": 32, "schedule": "cosine"}
+IMAGES = {"batch-size": 32, "schedule": "cosine", "channels-last": True}
 EPOCHS = {"mnist": 3, "cifar10": 10}
 HELD_OUT = {"mnist": 10_000, "cifar10": 4_000}
 TARGET = {"mnist": 98.0, "cifar10": 55.0}

@@ -96,7 +96,7 @@ def train(each: Run, task: Task, data_dir: Path, more: Flags, start: Start | Non
             **more,
         }
         program = [sys.executable, "-m", "compressed_ddp", "train", "--no-tensorboard"]
-        program += [f"--{name}={value}" for name, value in flags.items()]
+        program += [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
         program += ["--compress"] if each.ratio < 1 else []
         program += ["--split-optimizer=false"] if each.purpose == USUAL else []
         (start or here)(program)
