@@ -99,29 +99,36 @@ def _best(rows: Sequence[Row], mine: Callable[[str], bool]) -> tuple[float, str]
 
 
 def everywhere(table: Table) -> Grid | None:
-    """Every setting: plain DDP, the best of torch's hooks, the best of ours; losing ones too."""
+    """Every setting: plain DDP, the best of torch's hooks, ours by each collective; losing ones too."""
     rows, lines = good(table.rows), []
+    ways = [name for name in ("ours-allgather-int8", "ours-sharded-int8") if name in _methods(rows)]
     for setting in settings(rows):
         mine = of(rows, setting)
         plain = median(of(mine, setting, PLAIN), "step_ms")
         hook = _best(mine, lambda name: name in ("fp16", "bf16") or name.startswith("powersgd"))
-        ours = _best(mine, is_ours)
-        if plain is None or ours is None:
+        ours = {name: median(of(mine, setting, name), "step_ms") for name in ways}
+        known = {name: ms for name, ms in ours.items() if ms is not None}
+        if plain is None or not known:
             continue
-        gain = plain / ours[0]
+        best = min(plain, hook[0] if hook else plain)
+        winning = [title(name).removeprefix("ours: ") for name, ms in known.items() if ms < best]
         lines.append(
             [
                 str(setting),
                 f"{plain:.1f}",
                 NONE if hook is None else f"{hook[0]:.1f} ({title(hook[1])})",
-                f"{ours[0]:.1f} ({title(ours[1])})",
-                f"{gain:.2f}",
-                "wins" if gain > 1 else "loses",
+                *(NONE if ms is None else f"{ms:.1f} ({plain / ms:.2f})" for ms in ours.values()),
+                "loses" if not winning else "wins" if len(winning) == len(known) else f"{winning[0]} wins",
             ]
         )
+    width = 4 + len(ways)
     for setting, why in refused(table.rows).items():
-        lines.append([f"{setting.hosts} hosts at {setting.rate}: not reported, {why}", *[NONE] * 5])
-    head = ("setting", "plain DDP, ms", "best torch hook, ms", "best of ours, ms", "plain / ours", "ours")
+        lines.append([f"{setting.hosts} hosts at {setting.rate}: not reported, {why}", *[NONE] * (width - 1)])
+    head = (
+        *("setting", "plain DDP, ms", "best torch hook, ms"),
+        *(f"{title(name)}, ms (times faster than plain)" for name in ways),
+        "against the best of the others",
+    )
     return Grid("Every setting that was measured", head, lines) if lines else None
 
 
