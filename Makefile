@@ -10,15 +10,15 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*)
 train: .venv/train.stamp
 	$(BIN)/compressed-ddp compare --config configs/digits.yaml --ratios 1,0.01
 
-# Everything with the C++ kernels; then what depends on the choice of kernels again with the torch ones.
+# Everything with the C++ kernels; then what calls kernels itself again with the torch ones. (What stands on
+# top of them finds the same bits: test_same_bits.py, test_kernels.py.)
 # Tests of one process run two at a time, those of the application two files at a time; others alone.
-ALONE := $(BIN)/python -m pytest -n 2 tests/unit tests/property tests/golden
+AGAIN := golden property/test_laws.py $(foreach what,compressors collectives wire state drift,unit/test_$(what).py)
 test: lint
-	$(ALONE)
+	$(BIN)/python -m pytest -n 2 tests/unit tests/property tests/golden
 	$(BIN)/python -m pytest tests/distributed tests/lab
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/app
-	COMPRESSED_DDP_KERNELS=reference $(ALONE) \
-	  $(foreach both,unit/test_kernels unit/test_packaging unit/test_experiments property/test_same_bits,--ignore tests/$(both).py)
+	COMPRESSED_DDP_KERNELS=reference $(BIN)/python -m pytest -n 2 $(addprefix tests/,$(AGAIN))
 
 # The same the other way round: everything with the torch kernels.
 test-reference: lint
