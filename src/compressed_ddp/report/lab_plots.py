@@ -40,6 +40,7 @@ def step_times(table: Table) -> Figure | None:
         axes.set_xlim(0, 1.16 * (longest or 1))
         axes.set_title(f"{setting.rate}, {setting.hosts} hosts")
         axes.set_xlabel("milliseconds a step")
+        axes.locator_params(axis="x", nbins=5)
         axes.grid(axis="y", visible=False)
     every[0].set_yticks(range(len(methods)), [title(name) for name in methods])
     every[0].set_ylim(len(methods) - 0.4, -0.6)

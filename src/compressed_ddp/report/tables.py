@@ -123,7 +123,8 @@ def everywhere(table: Table) -> Grid | None:
         )
     width = 4 + len(ways)
     for setting, why in refused(table.rows).items():
-        lines.append([f"{setting.hosts} hosts at {setting.rate}: not reported, {why}", *[NONE] * (width - 1)])
+        told = f"{setting.hosts} hosts at {setting.rate}: not reported, {why.rstrip(':')}"
+        lines.append([told, *[NONE] * (width - 1)])
     head = (
         *("setting", "plain DDP, ms", "best torch hook, ms"),
         *(f"{title(name)}, ms (times faster than plain)" for name in ways),
