@@ -13,7 +13,7 @@ train: .venv/train.stamp
 # Everything with the C++ kernels; then what calls kernels itself again with the torch ones. (What stands on
 # top of them finds the same bits: test_same_bits.py, test_kernels.py.)
 # Tests of one process run two at a time, those of the application two files at a time; others alone.
-AGAIN := golden property/test_laws.py $(foreach what,compressors collectives wire state drift,unit/test_$(what).py)
+AGAIN := golden property/test_laws.py $(foreach what,compressors collectives wire state guard,unit/test_$(what).py)
 test: lint
 	$(BIN)/python -m pytest -n 2 tests/unit tests/property tests/golden
 	$(BIN)/python -m pytest tests/distributed tests/lab

@@ -297,7 +297,7 @@ def random_overflows(rank: int, world: int, collective: str, seed: int) -> dict[
 def drift(rank: int, world: int) -> list[str]:
     """Rank 1's weight changes by one bit: who says what, and when."""
     model = DDP(small_model(), bucket_cap_mb=0.01)
-    sync = attach(model, CompressionConfig(ratio=0.05, check_replicas_every=4))
+    sync = attach(model, CompressionConfig(ratio=0.05, guard_every=4))
     optimizer, said = torch.optim.SGD(model.parameters(), lr=0.05), []
     for step in range(10):
         if step == 5 and rank == 1:
@@ -588,9 +588,7 @@ def manual(rank: int, world: int, config: dict[str, Any] | None, *, feedback: bo
 def foreign_message(rank: int, world: int) -> str:
     """Rank 0's network damages what it sends: the receiver's backward quotes the WireError."""
     model = DDP(small_model())
-    sync = attach(
-        model, CompressionConfig(ratio=0.05, collective="allgather", sync_timeout=5, check_replicas_every=0)
-    )
+    sync = attach(model, CompressionConfig(ratio=0.05, collective="allgather", sync_timeout=5, guard_every=0))
     if rank == 0:
         real = sync._transport.all_gather
 

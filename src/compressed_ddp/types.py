@@ -130,8 +130,8 @@ class CompressionConfig:
     hold_unused: bool = False
     """Keep back what is owed for parameters that got no gradient in this step. ``attach`` turns it
     on for ``find_unused_parameters=True``, where DDP throws the results of such parameters away."""
-    check_replicas_every: int = 100
-    """Steps after which a hash of all parameters is compared over ranks (9 bytes); 0: never."""
+    guard_every: int = 100
+    """Steps after which ranks compare a hash of all parameters, and their waiting (17 bytes); 0: never."""
     adapt_every: int = 0
     """Steps after which entries are distributed over parameters anew, by what they are about to send
     (see docs/methods.md); 0: every parameter, or bucket, sends the same share."""
@@ -163,7 +163,7 @@ class CompressionConfig:
                 f"threshold must be a positive magnitude, got {self.threshold}; "
                 "leave it out to estimate it from a sample"
             )
-        for name in ("adapt_every", "check_replicas_every"):
+        for name in ("adapt_every", "guard_every"):
             every = getattr(self, name)
             if not isinstance(every, int) or every < 0:
                 raise ValueError(f"{name} must be a number of steps, or 0 for never, got {every!r}")

@@ -118,8 +118,7 @@ class DistributedBackend:
         if self._reducer is None:
             self._reducer = self._start(parameters)
         buckets = self._layouts(parameters)
-        self._reducer.abandon_step()
-        self._reducer.check_replicas(parameters)
+        self._reducer.begin_step(parameters)
         for layout in buckets:
             grads = {name: parameters[name].grad for name in layout.names}
             flat = torch.cat([grad.reshape(-1) for grad in grads.values() if grad is not None])

@@ -167,8 +167,7 @@ class GradientSync:
             if ready is not None:
                 torch.cuda.current_stream(buffer.device).wait_event(ready)
             if first:
-                self._reducer.abandon_step()
-                self._reducer.check_replicas(self._trained, joined=joined)
+                self._reducer.begin_step(self._trained, joined=joined)
             if scale != 1.0:
                 buffer.mul_(1.0 / scale)
             self._reducer.reduce_(layout, buffer, last=last, joined=joined)

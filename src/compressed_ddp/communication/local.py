@@ -181,8 +181,7 @@ class LocalSync:
     def _meet(self) -> dict[str, Tensor]:
         """The mean of all workers' pseudo-gradients. Changes residuals, if all are finite, and no weights."""
         means: dict[str, Tensor] = {}
-        self._reducer.abandon_step()
-        self._reducer.check_replicas(self._anchor)
+        self._reducer.begin_step(self._anchor)
         for layout in self._layouts:
             steps = [moved(self._anchor[name], self._parameters[name]) for name in layout.names]
             flat = torch.cat([step.reshape(-1) for step in steps])

@@ -36,8 +36,8 @@ from ..types import (
     unknown_name,
 )
 from .adaptive import Allotment, check_factors
-from .drift import check_replicas
 from .ef21 import make_memory
+from .guard import Guard
 from .handshake import agree, digest
 from .lanes import COLLECTIVES, Lanes, split_by_size
 
@@ -86,6 +86,7 @@ class Reducer:
         """What the sender's half remembers, and EF21."""
         smallest = config.min_compress_numel if compressor.small_tensors_apart else 0
         self._allotment = Allotment(config.adapt_every, smallest)
+        self._guard = Guard(config.guard_every, transport, self._device, self.stats)
         self._lanes = Lanes(compressor, self.config, transport, self._take_back_)
         self._seen: list[BucketLayout] = []
         self._touched: list[Slot] = []
@@ -139,11 +140,10 @@ class Reducer:
         if last:
             self._end_step()
 
-    def check_replicas(self, parameters: Mapping[str, Tensor], *, joined: bool = False) -> None:
-        """Now and then, before a step: raises SyncError on all ranks if their ``parameters`` differ."""
-        every, net = self.config.check_replicas_every, self.transport
-        if every and self.step % every == 0 and net.world_size > 1:
-            check_replicas(net, parameters, self._device, self.stats, step=self.step, joined=joined)
+    def begin_step(self, parameters: Mapping[str, Tensor], *, joined: bool = False) -> None:
+        """Before the first bucket: what an unfinished step left is forgotten, and the guard looks."""
+        self.abandon_step()
+        self._guard.look(parameters, self.step, joined=joined)
 
     def abandon_step(self) -> None:
         """Forget a step that was begun and not ended: residuals are as before it."""

@@ -52,6 +52,8 @@ class Ledger:
         """Share of the entries that is sent now."""
         self.collectives: dict[str, int] = {}
         """How many buckets of the current layout go which way."""
+        self.waits: list[float] = []
+        """Seconds of a step that each rank waited, as the guard last saw it: the least is waited for."""
         self.total = StepRecord()
         self.last = StepRecord()
         self._open = StepRecord()
@@ -92,6 +94,7 @@ class Ledger:
             "kernels": self.kernels,
             "error_feedback": self.error_feedback,
             "collectives": dict(self.collectives),
+            "waits": list(self.waits),
             "saved_percent": self.total.saved(),
             **asdict(self.total),
         }
@@ -116,6 +119,9 @@ class Ledger:
         lines.append(f"{'saved':<12}{last.saved():>13.2f}%{total.saved():>13.2f}%")
         for name in TIMES:
             lines.append(f"{name:<12}{getattr(last, name) * 1e3:>11.1f} ms{getattr(total, name):>12.2f} s")
+        if any(self.waits):
+            waits = ", ".join(f"{rank}: {wait * 1e3:.1f} ms" for rank, wait in enumerate(self.waits))
+            lines.append(f"waits by rank  {waits}")
         return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The drift guard: hashes that see every bit, and an error that names the parameter."""
+"""The guard: hashes that see every bit, errors that name the parameter, warnings that name the straggler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compressed_ddp import (
     get_compressor,
 )
 from compressed_ddp.communication import run_in_process
-from compressed_ddp.communication.drift import check_replicas, fingerprint
+from compressed_ddp.communication.guard import Guard, fingerprint, straggler
 from compressed_ddp.kernels import kernels_for, reference
 from compressed_ddp.metrics import Ledger
 from compressed_ddp.types import Transport
@@ -88,15 +88,13 @@ def test_all_ranks_say_the_same(changes: tuple[str, ...], joined: tuple[int, ...
         clock = ledger()
         expected: Any = pytest.raises(SyncError, match=f"at step 7 {told}") if told else nullcontext()
         with expected:
-            check_replicas(
-                *(net, parameters(changes[net.rank]), torch.device("cpu"), clock),
-                step=7,
-                joined=net.rank in joined,
-            )
+            guard = Guard(7, net, torch.device("cpu"), clock)
+            guard.look(parameters(changes[net.rank]), 7, joined=net.rank in joined)
+            guard.look(parameters(changes[net.rank]), 8)  # not its turn
         clock.close_step(finite=True)
         return clock.total.bytes_sent
 
-    assert run_in_process(3, work) == [2 * (9 + (24 if told else 0))] * 3
+    assert run_in_process(3, work) == [2 * (17 + (24 if told else 0))] * 3
 
 
 @pytest.mark.parametrize("every", [0, 1, 3])
@@ -108,7 +106,7 @@ def test_a_loop_of_ones_own_that_began_differently(every: int) -> None:
         backend = DistributedBackend(
             get_compressor(0.1),
             ErrorFeedbackBuffer(),
-            config=CompressionConfig(check_replicas_every=every),
+            config=CompressionConfig(guard_every=every),
             transport=net,
         )
         weight.grad = torch.ones(300)
@@ -117,3 +115,41 @@ def test_a_loop_of_ones_own_that_began_differently(every: int) -> None:
             backend.allreduce_gradients([("w", weight)])
 
     run_in_process(2, work)
+
+
+@pytest.mark.parametrize(
+    ("waits", "step", "rank"),
+    [
+        ([0.5, 0.5, 0.01, 0.5], 1.0, 2),
+        ([0.01, 0.5], 1.0, 0),
+        ([0.5, 0.5, 0.5, 0.5], 0.6, None),  # the network
+        ([0.05, 0.2, 0.2, 0.2], 1.0, None),  # not worth a word
+        ([0.0, 0.0], 0.0, None),  # nothing is known yet
+    ],
+)
+def test_a_straggler_is_named(waits: list[float], step: float, rank: int | None) -> None:
+    told = straggler(waits, step)
+    assert (
+        told is None if rank is None else told is not None and told.startswith(f"rank {rank} is a straggler")
+    )
+
+
+def test_who_waits_for_whom(caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 1 waits least: all ranks know, and rank 0 says so, once a look."""
+
+    def work(net: Transport) -> list[float]:
+        clock = ledger()
+        guard = Guard(5, net, torch.device("cpu"), clock)
+        clock.total.wait = 1.0 if net.rank == 1 else 1000.0  # in far less than that
+        guard.look(parameters(), 5)
+        guard.look(parameters(), 6)
+        assert "waits by rank  0: 200000.0 ms, 1: 200.0 ms, 2: 200000.0 ms" in str(clock)
+        waits = list(clock.waits)
+        guard.look(parameters(), 10)  # nobody has waited since
+        assert len(clock.waits) == 3 and max(clock.waits) < 1
+        return waits
+
+    with caplog.at_level("WARNING", logger="compressed_ddp"):
+        assert run_in_process(3, work) == [[200.0, pytest.approx(0.2), 200.0]] * 3
+    assert len(caplog.records) == 1
+    assert caplog.records[0].message.startswith("rank 1 is a straggler: the others wait 200 s of each step")
