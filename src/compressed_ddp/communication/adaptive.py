@@ -42,11 +42,11 @@ class Allotment:
 
     def look(self, layout: BucketLayout, residual: Tensor, gradient: Tensor) -> None:
         """Count the magnitudes of one bucket."""
-        flat = residual + gradient
+        flat = residual + gradient.to(torch.float32)
         for name, view in layout.views(flat).items():
             if view.numel() >= max(self._min, 1):
                 bits = view.reshape(-1).view(torch.int32).bitwise_and(0x7FFFFFFF)
-                self._seen[name] = torch.bincount(bits >> _SHIFT, minlength=BINS)
+                self._seen[name] = torch.bincount(bits >> _SHIFT, minlength=BINS).cpu()
 
     def forget(self) -> None:
         """The step does not count."""
@@ -61,7 +61,7 @@ class Allotment:
         self._seen = {}
         if not names:
             return {}
-        table = torch.stack([counts[name] for name in names]).flip(1).cpu()  # largest first
+        table = torch.stack([counts[name] for name in names]).flip(1)  # largest first
         numels = [int(count) for count in table.sum(1)]
         wanted = propose(table, max(1, round(ratio * sum(numels))))
         total = (wanted * _PARTS).round().to(torch.int64).to(device)

@@ -50,7 +50,7 @@ class Guard:
             self._name_the_first(hashes, counting, step)
         self._stats.waits = [wait for _, _, wait, _ in rows]
         told = straggler(self._stats.waits, statistics.median(row[3] for row in rows))
-        if told and self._net.rank == 0:
+        if told and self._net.rank == 0 and len(counting) == len(rows):  # who has no data left only waits
             logger.warning("%s (steps up to %d)", told, step)
 
     def _pace(self, step: int) -> tuple[float, float]:

@@ -46,7 +46,9 @@ class GradientSync:
         device = next((p.device for p in parameters.values() if p.requires_grad), torch.device("cpu"))
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._parameters = parameters
-        self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        # What DDP was told to leave alone may differ from rank to rank.
+        left = set(model.parameters_to_ignore)
+        self._trained = {name: p for name, p in parameters.items() if p.requires_grad and name not in left}
 
         def prepare() -> tuple[tuple[BaseCompressor, CompressionConfig], dict[str, Any]]:
             _check_model(model, parameters)

@@ -63,6 +63,7 @@ class Reducer:
         """``device`` is where start-up messages travel from; gradients say their own. ``sender`` works on
         them before they are compressed. ``note`` ends the method's name in the ledger."""
         self.compressor = compressor
+        compressor.factors = {}  # of an earlier run, if it had any
         self._device = device or torch.device("cpu")
         self.config = resolve(config, compressor)
         self.transport = transport
@@ -226,11 +227,12 @@ class Reducer:
 
     def _end_step(self) -> None:
         if self._finite:
+            if self._allotment.due(self.taken) and self.transport.world_size > 1:
+                with self.stats.phase("wait"):  # before anything counts: a peer may be gone
+                    factors = self._allotment.settle(self.ratio, self.transport, self._device)
+                self.compressor.factors = factors
             for slot in self._touched:
                 slot.commit()
-            if self._allotment.due(self.taken) and self.transport.world_size > 1:
-                with self.stats.phase("wait"):
-                    self.compressor.factors = self._allotment.settle(self.ratio, self.transport, self._device)
             self.taken += 1
         self.stats.collectives = self._lanes.count(self._seen)
         self.stats.close_step(finite=self._finite)
@@ -281,7 +283,13 @@ class Reducer:
             ratio = saved_ratio(state, self.config.ratio) or self.ratio
             names = [list(saved.layout.names) for saved in plan]
             factors = check_factors(state, shapes) if self.config.adapt_every else {}
-            told = {"step": state["step"], "ratio": ratio, "factors": factors, "buckets": names}
+            told = {
+                "step": state["step"],
+                "taken": state["taken"],
+                "ratio": ratio,
+                "factors": factors,
+                "buckets": names,
+            }
             told["agreed"] = digest(state["kept"].get(AGREED, {}))
             return (plan, ratio, factors), {"state": told}
 

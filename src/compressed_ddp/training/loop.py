@@ -35,6 +35,13 @@ _MODERN = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).p
 _NO_BUFFERS: Any = {"forward_sync_buffers" if _MODERN else "broadcast_buffers": False}
 
 
+def _everything(config: CompressionConfig) -> CompressionConfig:
+    """Local steps without compression: what does not depend on it stays as configured."""
+    return CompressionConfig(
+        "dense", sync_timeout=config.sync_timeout, guard_every=config.guard_every, seed=config.seed
+    )
+
+
 @dataclass
 class Position:
     """How far a run has come: all that a checkpoint must know besides tensors."""
@@ -90,7 +97,7 @@ class Trainer:
         if config.meetings.local_steps is not None:
             return None, LocalSync(
                 self.model,
-                config.compression if config.compress else CompressionConfig(compressor="dense"),
+                config.compression if config.compress else _everything(config.compression),
                 steps=config.meetings.local_steps,
                 lr=config.meetings.outer_lr,
                 momentum=config.meetings.outer_momentum,
