@@ -23,6 +23,7 @@ from compressed_ddp import (
     attach,
     compressed_hook,
     get_compressor,
+    reshard_states,
 )
 from compressed_ddp.communication import GradientSync
 
@@ -517,6 +518,31 @@ def channels_last(rank: int, world: int) -> tuple[float, bool]:
     again = sync.state_dict()["residuals"]["weight"]
     sync.close()
     return difference.sort().values[:-1].max().item(), torch.equal(again, state["residuals"]["weight"])
+
+
+def channels_last_owners(rank: int, world: int) -> tuple[float, str]:
+    """A sharded step of a channels-last model, resharded to one worker: the law holds for what it owes."""
+    torch.manual_seed(0)
+    net = nn.Conv2d(8, 16, 3, bias=False).to(memory_format=torch.channels_last)
+    twin, model = copy.deepcopy(net), DDP(net)
+    sync = attach(model, CompressionConfig(ratio=0.02, collective="sharded", min_compress_numel=0))
+    x = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(rank))
+    model(x).square().sum().backward()
+    twin(x).square().sum().backward()
+    applied, true = net.weight.grad, mean_of(twin.weight.grad.contiguous(), world)
+    states: list[Any] = [None] * world
+    dist.all_gather_object(states, sync.state_dict())
+    assert any(state["buckets"][0]["state"]["owner"].any() for state in states)
+    alone = reshard_states(states, 1)[0]["residuals"]["weight"]
+    spoilt = states[rank]
+    spoilt["buckets"][0]["strides"][0] = list(torch.empty(16, 8, 3, 3).stride())
+    try:
+        sync.load_state_dict(spoilt)
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    sync.close()
+    return (applied + alone - true).abs().max().item() / true.abs().max().item(), said
 
 
 def manual_disagreement(rank: int, world: int, what: str) -> str:

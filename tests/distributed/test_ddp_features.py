@@ -212,6 +212,12 @@ def test_channels_last_states_are_in_the_parameters_order(pool: Pool) -> None:
         assert error == 0.0 and round_trip
 
 
+def test_channels_last_owners_owe_in_the_parameters_order(pool: Pool) -> None:
+    for law, said in pool.run(2, jobs.channels_last_owners):
+        assert law < 1e-5
+        assert "saved with another memory format" in said
+
+
 def test_thread_ends_when_the_user_destroys_the_groups(pool: Pool) -> None:
     for running, left in pool.run(2, jobs.destroyed):
         assert len(running) == 1 and left == []

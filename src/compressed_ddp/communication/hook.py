@@ -118,6 +118,8 @@ class GradientSync:
         with ``torch.load(path, weights_only=True)``.
         """
         state = self._reducer.state_dict()
+        for bucket in state["buckets"]:  # owners' debts stay in the order of memory, which is told
+            bucket["strides"] = [list(self._parameters[name].stride()) for name in bucket["names"]]
         return state | {field: _each(self._logical, state[field]) for field in _BY_NAME}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -128,6 +130,7 @@ class GradientSync:
         """
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         if isinstance(state, Mapping):
+            self._check_order(state)
             present = [field for field in _BY_NAME if field in state]
             state = {**state, **{field: _each(self._in_memory_order, state[field]) for field in present}}
         self._reducer.load_state_dict(state, shapes)
@@ -193,6 +196,19 @@ class GradientSync:
         if parameter.is_contiguous():
             return residual
         return residual.reshape(-1).as_strided(parameter.shape, parameter.stride()).contiguous()
+
+    def _check_order(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError if what owners owe lies in another memory format than this model has."""
+        for bucket in state.get("buckets", ()):
+            if not isinstance(bucket, Mapping) or not bucket.get("state"):
+                continue
+            for name, strides in zip(bucket.get("names", ()), bucket.get("strides", ()), strict=False):
+                parameter = self._parameters.get(name)
+                if parameter is not None and list(parameter.stride()) != list(strides):
+                    raise ValueError(
+                        f"state was saved with another memory format: {name!r} had strides {strides}, now "
+                        f"{list(parameter.stride())}. Go on with the one it was saved with (channels_last?)"
+                    )
 
     def _in_memory_order(self, name: str, residual: Tensor) -> Tensor:
         """The inverse of ``_logical``; what does not fit is left for ``load_state_dict`` to refuse."""

@@ -246,10 +246,13 @@ def _mean(kept: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[
 def _folded(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """A state's residuals, with what its rank owes as an owner added. With EF21 nobody owes."""
     residuals = {name: residual.clone() for name, residual in state["residuals"].items()}
-    for bucket in map(SavedBucket.from_dict, state["buckets"]):
+    for saved in state["buckets"]:
+        bucket = SavedBucket.from_dict(saved)
         if "owner" in bucket.state and ESTIMATE not in state["kept"]:
             flat = torch.zeros(bucket.layout.numel)
             fold_owner_(flat, bucket.state["owner"].cpu(), state["rank"], state["world_size"])
-            for name, view in bucket.layout.views(flat).items():
+            for at, (name, view) in enumerate(bucket.layout.views(flat).items()):
+                if "strides" in saved:  # residuals are in the parameter's own order, this in memory's
+                    view = view.reshape(-1).clone().as_strided(view.shape, saved["strides"][at])
                 residuals[name] = residuals[name] + view.to(residuals[name].device)
     return residuals
