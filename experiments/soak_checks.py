@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +111,7 @@ def verdicts(lives: Sequence[Life], samples: Sequence[Sample], warm_up: float) -
     left = [name for each in told for name in each["threads"]]
     last = seen[-1] if seen else None
     gap = max((each.gap for each in seen), default=float("inf"))
-    heard = sum(each["sync"] for each in told)
+    heard = Counter(f"{each['kind']} in {each['doing']}" for each in told)
     asked = 3 * len(killed)
     rows = [
         _verdict(
@@ -133,7 +133,7 @@ def verdicts(lives: Sequence[Life], samples: Sequence[Sample], warm_up: float) -
         _verdict(
             "survivors",
             len(told) == asked,
-            f"{heard} SyncError of {len(told)} of {asked} survivors",
+            f"{len(told)} of {asked}: {', '.join(f'{n} {how}' for how, n in heard.items())}",
             "all end",
         ),
         _verdict("threads left", not left, f"{left or 'none'}", "none after close"),

@@ -137,6 +137,7 @@ class Training:
         size = sum(p.numel() for p in self.net.parameters())
         self.true, self.applied, self._caught = torch.zeros(3, size, dtype=torch.float64)
         self._poison: float | None = None
+        self.doing = "a step"
         views = named(self._caught, self.net)
         for number, (name, parameter) in enumerate(self.net.named_parameters()):
             parameter.register_hook(partial(self._catch, number, views[name]))
@@ -253,7 +254,7 @@ def work(rank: int, job: Job, life: int) -> None:
 
 def serve(training: Training, place: Place) -> None:
     """Steps, samples, checkpoints, and now and then all new buckets, until all are told to stop."""
-    job, due = training.job, 0.0
+    job, due, parent = training.job, 0.0, os.getppid()
     while True:
         training.train()
         rewrap = job.chance("rewrap", training.life, training.step).random() * job.rewrap_every < 1
@@ -264,11 +265,15 @@ def serve(training: Training, place: Place) -> None:
                 file.write(",".join(map(str, sample(training))) + "\n")
         time.sleep(job.pace)
         if training.step % job.save_every == 0:
+            training.doing = "a checkpoint"
             training.save(place)
-            if place.total([job.stop.exists()])[0]:
+            orphan = os.getppid() != parent  # who started us was killed
+            if place.total([job.stop.exists() or orphan])[0]:
                 return
         if rewrap:
+            training.doing = "new buckets"
             training.rewrap()
+        training.doing = "a step"
 
 
 def tell_the_end(training: Training, error: RuntimeError, began: int) -> None:
@@ -277,6 +282,6 @@ def tell_the_end(training: Training, error: RuntimeError, began: int) -> None:
     training.sync.close()
     left = [thread.name for thread in threading.enumerate() if "compressed-ddp" in thread.name]
     told = {"kind": type(heard).__name__, "text": str(heard)[:300], "sync": isinstance(heard, SyncError)}
-    told |= {"threads": left, "began": began, "step": training.step}
+    told |= {"threads": left, "began": began, "step": training.step, "doing": training.doing}
     training.job.note("ended", training.life, training.rank).write_text(json.dumps(told))
     raise SystemExit(LOST_A_PEER)
