@@ -44,23 +44,24 @@ class TorchTransport:
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self.timeout = timeout
+        self._closing = threading.Lock()
 
     def all_gather(self, out: Tensor, row: Tensor) -> None:
         """gloo's own goes round a ring: P - 1 times the latency for the same bytes."""
-        with self._named("all-gather"):
+        with self._named("all-gather") as group:
             if self.backend == "gloo" and row.nbytes <= _DIRECT:
                 copies = row.expand(self.world_size, -1).contiguous()
-                dist.all_to_all_single(out.view(-1), copies.view(-1), group=self.group)
+                dist.all_to_all_single(out.view(-1), copies.view(-1), group=group)
             else:
-                _all_gather(out.view(-1), row, group=self.group)
+                _all_gather(out.view(-1), row, group=group)
 
     def all_to_all(self, out: Tensor, rows: Tensor) -> None:
-        with self._named("all-to-all"):
-            dist.all_to_all_single(out.view(-1), rows.view(-1), group=self.group)
+        with self._named("all-to-all") as group:
+            dist.all_to_all_single(out.view(-1), rows.view(-1), group=group)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        with self._named("all-reduce"):
-            dist.all_reduce(tensor, group=self.group)
+        with self._named("all-reduce") as group:
+            dist.all_reduce(tensor, group=group)
 
     def alive(self) -> bool:
         try:
@@ -76,19 +77,23 @@ class TorchTransport:
         lives until the user destroys them all. After a failure it goes at once, so that peers hear
         of it now and not when they time out.
         """
-        alive = self.alive()
-        if self._whole or failed or not alive:
+        with self._closing:  # one of several threads takes it: for torch, no group means all of them
+            alive = self.alive()
+            if not (self._whole or failed or not alive):
+                return
             group, self.group = self.group, None
-            if alive:
-                dist.destroy_process_group(group)
-            # The last reference goes here, and with it the sockets and gloo's threads.
+        if alive:
+            dist.destroy_process_group(group)
+        # The last reference goes here, and with it the sockets and gloo's threads.
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
-        if self.group is None:
+    def _named(self, what: str) -> Iterator[Any]:
+        """The group, once and for all: another thread may close this, and for torch None is the world."""
+        group = self.group
+        if group is None:
             raise SyncError(f"{what} after the end: this synchroniser was closed, or failed before")
         try:
-            yield
+            yield group
         except RuntimeError as error:
             raise SyncError(
                 f"{what} failed on rank {self.rank} of {self.world_size}: a peer is gone or silent "
