@@ -40,8 +40,10 @@ lab-demo: .venv/train.stamp
 	  --methods none,plain,fp16,bf16,powersgd-1,writeup-sparse,ours-allgather-int8,ours-sharded-int8,ours-sharded-int4 \
 	  --out lab-demo.csv
 
-# An hour, a quarter of a core: four workers, kills, overflows, other buckets. Rows in results/soak.csv.
+# Synchronisers closed, forgotten and destroyed at random moments (minutes); then an hour at a quarter of a
+# core with four workers, kills, overflows, other buckets. docs/soak.md
 soak: .venv/train.stamp
+	$(BIN)/python experiments/stress.py
 	$(BIN)/python experiments/soak.py
 
 # torch comes first and alone, so that pip takes exactly the pinned build.
