@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not Path("/proc/self/fd").exists():
         print("this needs Linux's /proc to see what a process holds")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers are ended, files removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers are ended and files removed
     os.environ.update(MALLOC)
     # The process that workers are forked from looks for soak_worker there, and says nothing if it is not.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
