@@ -5,6 +5,8 @@ python experiments/soak_tables.py
 
 from __future__ import annotations
 
+import argparse
+
 from pages import ROOT, fill
 from rows import read
 
@@ -35,6 +37,7 @@ def origin(rows: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for name, table in (("soak", soak()), ("stress", stress())):
         fill("docs/soak.md", name, table)
 
