@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -246,6 +247,10 @@ def together(job: Job, rank: int, life: int) -> Iterator[Place]:
 def work(rank: int, job: Job, life: int) -> None:
     """A worker's life: it ends when all are told to stop, or by SIGKILL, or because a peer did."""
     gc.freeze()  # what was imported is no garbage; collections are cheap then
+    # Python's table of interned names doubles once, by 1.9 MB, after some minutes in which names come and go
+    # (pickled ones, of checkpoints). Here it does so at once.
+    for number in range(200_000):
+        sys.intern(f"a name that goes at once {number}")
     with together(job, rank, life) as place:
         training = Training(job, rank, life)
         found = job.checkpoints.all()
