@@ -15,7 +15,7 @@ train: .venv/train.stamp
 # Tests of one process run two at a time, those of the application two files at a time; others alone.
 AGAIN := golden property/test_laws.py $(foreach what,compressors collectives wire state guard,unit/test_$(what).py)
 test: lint
-	$(BIN)/python -m pytest -n 2 tests/unit tests/property tests/golden
+	$(BIN)/python -m pytest -n 2 tests/unit tests/property tests/golden tests/test_*.py
 	$(BIN)/python -m pytest tests/distributed tests/lab
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/app
 	COMPRESSED_DDP_KERNELS=reference $(BIN)/python -m pytest -n 2 $(addprefix tests/,$(AGAIN))
