@@ -634,9 +634,10 @@ def foreign_message(rank: int, world: int) -> str:
         loss_of(model, rank, 1).backward()
     except Exception as error:
         said += f" // then {type(error).__name__}: {error}"
-    kept = type(sync.error).__name__
+    assert isinstance(sync.error, SyncError) and sync.error.phase == "decode"
+    kept = f"{type(sync.error).__name__} of bucket {sync.error.bucket}"
     sync.close()
-    return f"{said} // kept {kept}"
+    return f"{said} // kept {kept}, by {type(sync.error.__cause__).__name__}"
 
 
 def own_registration(rank: int, world: int) -> int:

@@ -35,6 +35,14 @@ class WireError(ValueError):
 class SyncError(RuntimeError):
     """A peer or a collective failed, or the workers disagree about what they are training."""
 
+    def __init__(
+        self, message: str, *, phase: str = "", bucket: int | None = None, ranks: tuple[int, ...] = ()
+    ) -> None:
+        """``phase`` is what failed on this rank (all-to-all, all-gather, decode ...), in which ``bucket`` of
+        the step; ``ranks`` are those at fault, as far as that can be known."""
+        super().__init__(message)
+        self.phase, self.bucket, self.ranks = phase, bucket, ranks
+
 
 class Payload(NamedTuple):
     """A compressed tensor. Unpacks as ``values, indices, shape``."""

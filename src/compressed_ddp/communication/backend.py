@@ -119,15 +119,23 @@ class DistributedBackend:
             self._reducer = self._start(parameters)
         buckets = self._layouts(parameters)
         self._reducer.begin_step(parameters)
+        try:
+            self._reduce_(self._reducer, parameters, buckets)
+        except Exception:
+            self._reducer.transport.close(failed=True)
+            raise
+        self._reducer.stats.exposed(time.perf_counter() - start)
+
+    @staticmethod
+    def _reduce_(reducer: Reducer, parameters: Mapping[str, Tensor], buckets: list[BucketLayout]) -> None:
         for layout in buckets:
             grads = {name: parameters[name].grad for name in layout.names}
             flat = torch.cat([grad.reshape(-1) for grad in grads.values() if grad is not None])
-            self._reducer.reduce_(layout, flat, last=layout is buckets[-1])
+            reducer.reduce_(layout, flat, last=layout is buckets[-1])
             for name, view in layout.views(flat).items():
                 grad = grads[name]
                 assert grad is not None
                 grad.copy_(view)
-        self._reducer.stats.exposed(time.perf_counter() - start)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all that the next step depends on; empty before the first step."""

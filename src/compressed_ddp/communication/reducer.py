@@ -25,21 +25,13 @@ from ..kernels import describe
 from ..kernels.reference import all_finite
 from ..layout import BucketLayout
 from ..metrics import Ledger
-from ..types import (
-    CompressionConfig,
-    Held,
-    SenderHalf,
-    Slot,
-    Stamp,
-    Transport,
-    check_ratio,
-    unknown_name,
-)
+from ..types import CompressionConfig, Held, SenderHalf, Slot, Stamp, Transport, check_ratio, unknown_name
 from .adaptive import Allotment, check_factors
 from .ef21 import make_memory
 from .guard import Guard
 from .handshake import agree, digest
 from .lanes import COLLECTIVES, Lanes, split_by_size
+from .rollcall import in_bucket
 
 
 class Reducer:
@@ -161,13 +153,15 @@ class Reducer:
         sent: list[Tensor] | None = [] if self._sender is not None and self._sender.masking else None
         if self._ef21 is not None:
             slots = self._open(layout, bucket.device, self._ef21.memories)
-            finite = self._ef21.mean_(collective, bucket, slots, stamp, self.stats, self.taken)
+            with in_bucket(layout, stamp):
+                finite = self._ef21.mean_(collective, bucket, slots, stamp, self.stats, self.taken)
         else:
             memory = self.memory.open(layout, bucket.device) if self.config.error_feedback else None
             if memory is not None and self._allotment.due(self.taken):
                 with self.stats.phase("select"):
                     self._allotment.look(layout, memory.old, bucket)
-            finite = collective.mean_(bucket, memory, stamp, self.stats, held, sent)
+            with in_bucket(layout, stamp):
+                finite = collective.mean_(bucket, memory, stamp, self.stats, held, sent)
             self._touched += [memory] if memory is not None else []
         self._finite &= finite
         with self.stats.phase("select"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..types import SyncError, Transport
+from .rollcall import RollCall, exchange_failed, grace, new_address, open_sockets
 
 # torch 2.13 renamed it and warns about the old name.
 _all_gather: Callable[..., Any] = (
@@ -34,16 +36,20 @@ class TorchTransport:
         ranks = dist.get_process_group_ranks(parent or dist.group.WORLD)
         self.backend = dist.get_backend(parent)
         self._whole = len(ranks) == dist.get_world_size()
+        self._roll: RollCall | None = None
+        before = open_sockets()
         # Only members of ``parent`` are here, so a part of the world must not wait for the rest.
         self.group: Any = dist.new_group(
             ranks=ranks,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=timeout - grace(timeout)),
             backend=self.backend,
             use_local_synchronization=not self._whole,
         )
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self.timeout = timeout
+        if self.backend == "gloo" and self.world_size > 1:
+            self._roll = RollCall(self.rank, self.world_size, new_address(before), self._everyones)
 
     def all_gather(self, out: Tensor, row: Tensor) -> None:
         """gloo's own goes round a ring: P - 1 times the latency for the same bytes."""
@@ -62,6 +68,11 @@ class TorchTransport:
         with self._named("all-reduce"):
             dist.all_reduce(tensor, group=self.group)
 
+    def _everyones(self, row: bytes) -> list[bytes]:
+        out = torch.empty((self.world_size, len(row)), dtype=torch.uint8)
+        self.all_gather(out, torch.frombuffer(bytearray(row), dtype=torch.uint8))
+        return [bytes(found.tolist()) for found in out]
+
     def alive(self) -> bool:
         try:
             return self.group is not None and dist.is_initialized() and dist.get_rank(self.group) >= 0
@@ -76,7 +87,11 @@ class TorchTransport:
         lives until the user destroys them all. After a failure it goes at once, so that peers hear
         of it now and not when they time out.
         """
-        alive = self.alive()
+        alive, roll, self._roll = self.alive(), self._roll, None
+        if roll is not None:
+            if failed and alive:  # this rank's own fault: the others learn it before they lose it
+                roll.call(grace(self.timeout), own=True)
+            roll.close()
         if self._whole or failed or not alive:
             group, self.group = self.group, None
             if alive:
@@ -90,10 +105,11 @@ class TorchTransport:
         try:
             yield
         except RuntimeError as error:
-            raise SyncError(
-                f"{what} failed on rank {self.rank} of {self.world_size}: a peer is gone or silent "
-                f"for {self.timeout:g} s ({error})"
-            ) from error
+            # Whoever keeps the error must not keep the group by it, and gloo's threads with that.
+            traceback.clear_frames(error.__traceback__)
+            roll, self._roll = self._roll, None
+            self.close(failed=True)
+            raise exchange_failed(what, self.rank, self.world_size, roll, self.timeout, error) from error
 
 
 class InProcessTransport:
@@ -103,18 +119,18 @@ class InProcessTransport:
         self._hub, self.rank, self.world_size = hub, rank, hub.world_size
 
     def all_gather(self, out: Tensor, row: Tensor) -> None:
-        rows = self._hub.exchange(self.rank, row)
+        rows = self._hub.exchange(self.rank, row, "all-gather")
         out.view(self.world_size, -1).copy_(torch.stack(rows).view(self.world_size, -1))
-        self._hub.wait()
+        self._hub.wait("all-gather")
 
     def all_to_all(self, out: Tensor, rows: Tensor) -> None:
-        all_rows = self._hub.exchange(self.rank, rows.view(self.world_size, -1))
+        all_rows = self._hub.exchange(self.rank, rows.view(self.world_size, -1), "all-to-all")
         out.view(self.world_size, -1).copy_(torch.stack([theirs[self.rank] for theirs in all_rows]))
-        self._hub.wait()
+        self._hub.wait("all-to-all")
 
     def all_reduce(self, tensor: Tensor) -> None:
-        total = torch.stack(self._hub.exchange(self.rank, tensor)).sum(0)
-        self._hub.wait()
+        total = torch.stack(self._hub.exchange(self.rank, tensor, "all-reduce")).sum(0)
+        self._hub.wait("all-reduce")
         tensor.copy_(total)
 
     def alive(self) -> bool:
@@ -138,17 +154,19 @@ class InProcessHub:
         self._slots: list[Tensor | None] = [None] * world_size
         self._barrier = threading.Barrier(world_size, timeout=timeout)
 
-    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+    def exchange(self, rank: int, tensor: Tensor, what: str) -> list[Tensor]:
         """Everyone's tensor; the caller must read it before its next ``wait``."""
         self._slots[rank] = tensor
-        self.wait()
+        self.wait(what)
         return [slot for slot in self._slots if slot is not None]
 
-    def wait(self) -> None:
+    def wait(self, what: str) -> None:
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError as error:
-            raise SyncError("a peer of this in-process network is gone or silent") from error
+            raise SyncError(
+                f"{what} failed: a peer of this in-process network is gone or silent", phase=what
+            ) from error
 
     def broken(self) -> bool:
         return self._barrier.broken
