@@ -7,17 +7,20 @@ import copy
 import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from comparing import same
 from jobs import batch, flat, owed, small_model
-from method_rows import ROWS, Row
+from method_rows import FIXED, ROWS, Row
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from compressed_ddp import CompressionConfig, LocalSync, SplitAdam, SplitOptimizer, SplitSGD, attach
+from compressed_ddp.schedules import constant
+from compressed_ddp.training.plain import PlainSync
 from compressed_ddp.types import seed_of
 
 STEPS, SAVED = 11, 5
@@ -31,21 +34,28 @@ Named = dict[str, Tensor]
 class Run:
     """One rank's model, optimizer and synchroniser under ``row``."""
 
-    def __init__(self, row: Row, rank: int, world: int, way: str) -> None:
+    def __init__(self, row: Row, rank: int, world: int, way: str, *, plain: bool = False) -> None:
+        """``plain``: by DistributedDataParallel itself."""
         self.row, self.rank, self.world = row, rank, world
         config = CompressionConfig(**{"ratio": row.ratio(math.inf), "collective": way} | dict(row.config))
         self.net: nn.Module = small_model()
         self.model = self.net if row.local else DDP(self.net, bucket_cap_mb=0.01)
         self.optimizer = row.optimizer(self.model.parameters())
         self.halves = self.optimizer if isinstance(self.optimizer, SplitOptimizer) else None
-        self.sync: Any = (
-            LocalSync(self.net, config, steps=LOCAL, bucket_cap_mb=0.01, **row.local)
-            if row.local
-            else attach(self.model, config, optimizer=self.halves)  # type: ignore[arg-type]
-        )
+        self.sync = self._plain() if plain else self._ours(config)
         fp16 = row.precision == "fp16"
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=fp16)
         self.laws = Laws(self)
+
+    def _ours(self, config: CompressionConfig) -> Any:
+        if self.row.local:
+            return LocalSync(self.net, config, steps=LOCAL, bucket_cap_mb=0.01, **self.row.local)
+        assert isinstance(self.model, DDP)
+        return attach(self.model, config, optimizer=self.halves)
+
+    def _plain(self) -> Any:
+        assert isinstance(self.model, DDP)
+        return PlainSync(self.model)
 
     def step(self, step: int, planted: bool) -> None:
         """One optimizer step; ``planted``: the loss of this rank is infinite."""
@@ -261,6 +271,23 @@ def every_law(rank: int, world: int, name: str, way: str) -> dict[str, Any]:
         train(second, range(SAVED, STEPS), (hit for at, hit in enumerate(hits) if at >= SAVED))
         again = second.remembered(), second.net.state_dict(), second.optimizer.state_dict()
         found["resumed"] = [same(mine, theirs) for mine, theirs in zip(end, again, strict=True)]
+    return found
+
+
+def everything_sent(rank: int, world: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """By name of a row: where plain DDP leads, and where we do when we send everything as it is."""
+    found = {}
+    for name, row in ROWS.items():
+        torchs_own = row.optimizer(small_model().parameters()).__class__.__module__.startswith("torch")
+        if torchs_own and not row.local and not row.config and row.ratio is FIXED:
+            exact = replace(row, config={"values": "fp32"}, ratio=constant(1.0))
+            weights = []
+            for plain in (True, False):
+                with Run(exact, rank, world, "allgather", plain=plain) as run:
+                    for step in range(5):
+                        run.step(step, planted=False)
+                    weights.append(flat(run.net))
+            found[name] = weights[0], weights[1]
     return found
 
 

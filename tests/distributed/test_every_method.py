@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from method_jobs import LOCAL, SAVED, STEPS, WANTED, every_law, overflows
+from method_jobs import LOCAL, SAVED, STEPS, WANTED, every_law, everything_sent, overflows
 from method_rows import ROWS
 from pool import Pool
 from torch import nn
@@ -68,6 +68,17 @@ def test_resume_is_exact(ran: Ran, name: str, way: str) -> None:
     """What is remembered before compression, weights, and the optimizer's own state."""
     for found in ran(name, way):
         assert found["resumed"] == [True, True, True]
+
+
+def test_with_everything_sent_it_is_plain_ddp(pool: Pool) -> None:
+    """Behind the compression nothing differs: torch's optimizers, accumulation, precisions, clipping."""
+    for found in pool.run(2, everything_sent):
+        assert {"momentum", "nesterov", "adamw", "accumulation", "bf16", "fp16", "clipped behind it"} <= set(
+            found
+        )
+        for name, (plain, ours) in found.items():
+            assert torch.equal(plain, ours), name
+        assert not torch.equal(found["momentum"][0], found["clipped behind it"][0])
 
 
 def test_the_table_has_every_method() -> None:
