@@ -228,6 +228,17 @@ def train_local(
         return {"before": before, "parameters": flat(model), "losses": losses, "stats": local.stats.as_dict()}
 
 
+def begun_alike(rank: int, world: int) -> list[tuple[str, Tensor]]:
+    """Buffers of dtypes that a process group cannot add up, another on every rank, after LocalSync began."""
+    model = small_model(seed=rank)
+    kinds = (torch.bool, torch.int16, torch.int64, torch.float64, torch.bfloat16, torch.complex64)
+    for kind in kinds:
+        values = torch.tensor([-0.0, 1.0, rank, 2.0 + rank]).to(kind)
+        model.register_buffer(str(kind).replace(".", " "), values)
+    with LocalSync(model, steps=4):
+        return [(name, buffer.view(torch.uint8)) for name, buffer in model.named_buffers()]
+
+
 def local_of_ddp(rank: int, world: int) -> str:
     try:
         LocalSync(DDP(small_model()), steps=4)
