@@ -295,7 +295,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _from_first_(net: Transport, tensors: Sequence[Tensor]) -> None:
     """Overwrite ``tensors`` with rank 0's: everyone else adds nothing but zeros.
 
-    As bytes: a process group cannot add up every dtype, and a sum is another -0 than was sent.
+    As bytes: a process group cannot add up every dtype, and with zeros added -0 becomes 0.
     """
     for kind in {(tensor.dtype, tensor.device): None for tensor in tensors}:
         mine = [tensor for tensor in tensors if (tensor.dtype, tensor.device) == kind]

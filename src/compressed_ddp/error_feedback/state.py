@@ -251,7 +251,7 @@ def _mean(kept: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[
 
 
 def _mean_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Every name's mean, where it is not there zero."""
+    """Every name's mean; one that is not there counts as zero."""
     names = sorted({name for each in counts for name in each})
     return {name: round(sum(each.get(name, 0) for each in counts) / len(counts)) for name in names}
 
