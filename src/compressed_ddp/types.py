@@ -299,8 +299,13 @@ class SenderHalf(Protocol):
         """Whether ``after_`` wants to know what was sent."""
         ...
 
-    def before_(self, layout: BucketLayout, bucket: Tensor, slots: Mapping[str, Slot], taken: int) -> None:
-        """Replace ``bucket``. Reads the slots' ``old`` and writes their ``new``."""
+    def before_(
+        self, layout: BucketLayout, bucket: Tensor, slots: Mapping[str, Slot], taken: Sequence[int]
+    ) -> None:
+        """Replace ``bucket``. Reads the slots' ``old`` and writes their ``new``.
+
+        ``taken``: for each parameter, how many steps it was there for before.
+        """
         ...
 
     def after_(self, slots: Mapping[str, Slot], sent: Sequence[Tensor]) -> None:

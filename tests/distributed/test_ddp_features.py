@@ -274,6 +274,13 @@ def test_manual_backend_says_what_it_did(pool: Pool) -> None:
         assert dense == "qsgd"
 
 
+def test_manual_backend_with_a_grad_scaler(pool: Pool) -> None:
+    results = pool.run(3, jobs.manual_overflows)
+    for result in results:
+        assert result["skipped"] == [2, 7] and result["law"] < 1e-5
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+
+
 def test_manual_backend_dense_and_without_memory(pool: Pool) -> None:
     dense = pool.run(3, jobs.manual, None)
     torch.testing.assert_close(dense[0]["applied"], dense[0]["true"], rtol=0, atol=1e-5)

@@ -46,6 +46,9 @@ def check_state(
     """The buckets of ``state``; raises ValueError, with the way out, unless it fits this rank of this job."""
     _check_origin(state, rank, world_size)
     try:
+        for what in ("step", "taken"):
+            if not isinstance(state[what], int) or state[what] < 0:
+                raise ValueError(f"damaged state: {what} is {state[what]!r}")
         for what, tensors in {"residual": state["residuals"], **state["kept"]}.items():
             for name, tensor in tensors.items():
                 check_tensor(f"{what} of {name!r}", tensor)
@@ -71,6 +74,8 @@ def check_local(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> M
             "its weights and begin without one"
         )
     try:
+        if not isinstance(local["since"], int) or local["since"] < 0:
+            raise ValueError(f"damaged state: {local['since']!r} steps since the workers met")
         for what in ("anchor", "momentum", *(["weights"] if local["since"] else [])):
             tensors = local[what]
             for name in [*shapes, *tensors]:
@@ -198,9 +203,11 @@ def reshard_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list
                 total += debt / world_size
             residuals[name] = total * (world_size / old)
         kept = states[rank]["kept"] if rank < old else _mean([state["kept"] for state in states])
+        missed = [state.get("missed", {}) for state in states]
         new.append(
             dict(states[min(rank, old - 1)])
             | {"rank": rank, "world_size": world_size, "residuals": residuals, "kept": kept, "buckets": []}
+            | {"missed": missed[rank] if rank < old else _mean_counts(missed)}
         )
     if ESTIMATE in new[0]["kept"]:
         agreed = _mean([{AGREED: state["kept"][ESTIMATE]} for state in new])
@@ -241,6 +248,12 @@ def _mean(kept: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[
         }
         for what, every in names.items()
     }
+
+
+def _mean_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Every name's mean; one that is not there counts as zero."""
+    names = sorted({name for each in counts for name in each})
+    return {name: round(sum(each.get(name, 0) for each in counts) / len(counts)) for name in names}
 
 
 def _folded(state: Mapping[str, Any]) -> dict[str, Tensor]:
