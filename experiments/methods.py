@@ -95,7 +95,7 @@ SGD = {
 ADAM = {
     "dense": Method({}),
     "no error feedback": NONE,
-    "write-up's error": topk(compressor=legacy.NAME, split_optimizer=False),
+    "write-up's error": topk(compressor=legacy.NAME, collective=legacy.NAME, split_optimizer=False),
     "error feedback, Adam behind it": topk(split_optimizer=False),
     "Adam in two halves": topk(),
     "fp32 values": VALUES["fp32"],

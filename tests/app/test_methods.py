@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compressed_ddp import CompressionConfig
 from compressed_ddp.communication import COLLECTIVES, Reducer, run_in_process
+from compressed_ddp.communication.reducer import resolve
 from compressed_ddp.compression.factory import COMPRESSORS, from_config
 from compressed_ddp.layout import BucketLayout
 from compressed_ddp.training.config import TrainConfig
@@ -62,6 +63,8 @@ def test_every_run_is_one_that_the_application_takes(script: Any, tmp_path: Path
         config = TrainConfig.from_flat(script.settings(run, "data"))
         assert config.compress == (run.method != "dense")
         assert bool(config.task.validation) == (run.purpose == "tune")
+        if config.compress:
+            resolve(config.compression, from_config(config.compression))  # raises where workers would
     for task in ("mnist", "fashion", "text"):
         tests = [run for run in runs if (run.task, run.purpose) == (task, "test")]
         methods = script.TASKS[task].methods
