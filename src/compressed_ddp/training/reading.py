@@ -10,6 +10,7 @@ import io
 import pickle
 import re
 import zipfile
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def state_from(data: bytes) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         # torch's message goes on with how to run it all the same.
         found = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"it asks for {found[1]}" if found else str(error).splitlines()[0]
+        what = f"it asks for {found[1]}" if found else "or it is damaged"
         raise ValueError(f"it holds more than tensors and plain values: {what}") from error
     except Exception as error:  # wrong bytes fail anywhere inside torch, in any way
         raise ValueError(f"torch cannot read it ({type(error).__name__}: {error})") from error
@@ -54,21 +55,21 @@ def _check_records(data: bytes) -> None:
         raise ValueError(f"its records claim {claimed:,} bytes, the file has {len(data):,}")
 
 
-def _check_plain(value: object, depth: int) -> None:
+def _check_plain(value: Any, depth: int) -> None:
     """Raises ValueError for what is neither plain nor a tensor, and for tensors larger than their memory."""
     if depth > _DEEPEST:
         raise ValueError(f"it is nested deeper than {_DEEPEST}")
-    if isinstance(value, dict):
+    if type(value) in (dict, OrderedDict):
         for key, item in value.items():
             if not isinstance(key, (str, int)):
                 raise ValueError(f"it has a key of type {type(key).__name__}")
             _check_plain(item, depth + 1)
-    elif isinstance(value, (list, tuple)):
+    elif type(value) in (list, tuple, torch.Size):
         for item in value:
             _check_plain(item, depth + 1)
     elif isinstance(value, Tensor):
         _check_tensor(value)
-    elif not isinstance(value, _PLAIN):
+    elif type(value) not in _PLAIN:
         raise ValueError(f"it holds a {type(value).__name__}")
 
 
