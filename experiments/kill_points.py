@@ -2,13 +2,13 @@
 
     python experiments/kill_points.py           # 100 random moments, then every operation on a file once
 
-Three kinds of moments, in turn. *one worker* and *two workers* write checkpoints of 3 MB a file in a loop,
-with the code that ``compressed-ddp train`` writes them with, and are killed after a random time: one of them
-or both. *training* is ``compressed-ddp train`` itself with two workers, killed and resumed over and over; the
-last checkpoint must be that of a run that nobody killed, to the bit. After each kill new processes read every
-file against its hash and what must be in it, find the last checkpoint that was reported or the one after it,
-and go on. Last, the writers are killed right before each of their operations on files, one after another: a
-rename is too short to be hit by chance.
+*One worker* and *two workers*, in turn, write checkpoints of 3 MB a file in a loop, with the code that
+``compressed-ddp train`` writes them with, and are killed after a random time: one of them or both. After each
+kill new processes read every file against its hash and what must be in it, find the last checkpoint that was
+reported or the one after it, and go on. Then *training*: ``compressed-ddp train`` itself with two workers,
+killed and resumed over and over; its last checkpoint must be that of a run that nobody killed, to the bit.
+Last, the writers are killed right before each of their operations on files, one after another: a rename is
+too short to be hit by chance.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -137,27 +138,32 @@ def at_operation(world: int, rank: int, operation: int, folder: Path) -> dict[st
     return {"killed": f"rank {rank}", "delay_ms": ""} | job.outcome()
 
 
-def measured(points: int, seed: int, every_operation: bool, kinds: list[str]) -> Iterator[dict[str, Any]]:
-    """A row for each kill."""
-    worlds = {"one worker": 1, "two workers": 2}
-    training = Training(random.Random(f"training {seed}")) if "training" in kinds else None
+WORLDS = {"one worker": 1, "two workers": 2}
+
+
+def random_moments(points: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Writers, one and two of them in turn, killed by the clock."""
+    for point in range(points):
+        kind = list(WORLDS)[point % len(WORLDS)]
+        with tempfile.TemporaryDirectory() as folder:
+            row = by_the_clock(WORLDS[kind], random.Random(f"{seed} {point}"), Path(folder))
+        yield {"point": point + 1, "kind": kind} | row
+
+
+def trainings(points: int, seed: int) -> Iterator[dict[str, Any]]:
+    """One run that is killed so many times; the last row says how it ended."""
+    training = Training(random.Random(f"training {seed}"))
     try:
         for point in range(points):
-            kind, chance = kinds[point % len(kinds)], random.Random(f"{seed} {point}")
-            if training is not None and kind == "training":
-                row = training.point()
-            else:
-                with tempfile.TemporaryDirectory() as folder:
-                    row = by_the_clock(worlds[kind], chance, Path(folder))
-            yield {"point": point + 1, "kind": kind} | row
-        if training is not None:
-            yield {"point": "", "kind": "training"} | training.finish()
+            yield {"point": point + 1, "kind": "training"} | training.point()
+        yield {"point": "", "kind": "training"} | training.finish()
     finally:
-        if training is not None:
-            training.close()
-    if not every_operation:
-        return
-    for kind, world in worlds.items():
+        training.close()
+
+
+def every_operation() -> Iterator[dict[str, Any]]:
+    """Each worker killed before each of its operations."""
+    for kind, world in WORLDS.items():
         for rank, number in enumerate(operations(world)):
             for operation in range(1, number + 1):
                 with tempfile.TemporaryDirectory() as folder:
@@ -167,17 +173,20 @@ def measured(points: int, seed: int, every_operation: bool, kinds: list[str]) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
-    parser.add_argument("--points", type=int, default=100)
+    parser.add_argument("--points", type=int, default=100, help="random moments")
+    parser.add_argument("--trainings", type=int, default=20, help="how often one run is killed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-operations", action="store_true", help="random moments alone")
+    parser.add_argument("--no-operations", action="store_true", help="leave the last part out")
     parser.add_argument("--out", type=Path, default=Path("results/kill_points.csv"))
     arguments = parser.parse_args()
     about = origin() | {"date": time.strftime("%Y-%m-%d")}
     if arguments.out.is_file():
         arguments.out.unlink()
-    kinds = ["one worker", "two workers", "two workers", "one worker", "training"]
     results: Counter[tuple[str, str]] = Counter()
-    for row in measured(arguments.points, arguments.seed, not arguments.no_operations, kinds):
+    parts = [random_moments(arguments.points, arguments.seed)]
+    parts += [trainings(arguments.trainings, arguments.seed)] if arguments.trainings else []
+    parts += [] if arguments.no_operations else [every_operation()]
+    for row in chain.from_iterable(parts):
         rows.append(arguments.out, COLUMNS, [row | about])
         results[row["kind"], row["result"]] += 1
         told = f"{row['point']:>6}  {row['kind']:<32}{row['killed']:<8}{row['phase'][:60]:<62}"

@@ -59,8 +59,9 @@ class Training:
         reported = _newest(run)
         for rank in victims:
             self._workers[rank].kill()
+        phase = _phase(run)  # before a survivor tidies up
         self._join()
-        resumed, phase = _newest(run), _phase(run)
+        resumed = _newest(run)
         for file in checkpoint.manifest_of(find(run))["files"]:
             read(find(run), file)
         killed = f"rank {victims[0]}" if len(victims) < WORKERS else "all"
@@ -141,8 +142,11 @@ def _phase(run: Path) -> str:
         return "between two checkpoints"
     if hidden[0].name.endswith("-old"):
         return "pruning"
-    files = {path.name: path.stat().st_size for path in hidden[0].iterdir()}
-    written = ", ".join(f"{name} {size:,} B" for name, size in sorted(files.items()))
+    try:
+        files = {path.name: path.stat().st_size for path in hidden[0].iterdir()}
+    except FileNotFoundError:  # a survivor was faster
+        return "writing"
+    written = " and ".join(f"{size} B of {name}" for name, size in sorted(files.items()))
     return f"writing: {written or 'no file yet'}"
 
 

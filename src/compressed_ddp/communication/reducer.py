@@ -167,7 +167,7 @@ class Reducer:
             if memory is not None and self._allotment.due(self.taken):
                 with self.stats.phase("select"):
                     self._allotment.look(layout, memory.old, bucket)
-            finite = collective.mean_(bucket, memory, stamp, self.stats, held, sent)
+            finite = self._guard.mean_(collective, bucket, memory, stamp, held, sent)
             self._touched += [memory] if memory is not None else []
         self._finite &= finite
         with self.stats.phase("select"):
@@ -235,7 +235,7 @@ class Reducer:
                 slot.commit()
             self.taken += 1
         self.stats.collectives = self._lanes.count(self._seen)
-        self.stats.close_step(finite=self._finite)
+        self._guard.end_step(self.step, finite=self._finite)
         self.step += 1
         self.abandon_step()
 
