@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from compressed_ddp import SyncError
+from compressed_ddp.communication import run_in_process
+from compressed_ddp.communication.handshake import handshake
 from compressed_ddp.error_feedback.state import check_tensor
+from compressed_ddp.types import Transport
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
@@ -97,3 +101,34 @@ def test_a_tensor_that_is_larger_than_its_memory_is_not_looked_at() -> None:
     with pytest.raises(ValueError, match="has shape"):
         check_tensor("it", huge, torch.Size([3]))
     check_tensor("it", torch.zeros(3), torch.Size([3]))
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (b"no JSON", "no JSON"),
+        (b"\xff\xfe\x00", "no JSON"),
+        (b"[" * 50_000, "no JSON"),
+        (b"[1, 2]", "describes its model by a list"),
+        (b"{}", "differs from rank 0 in model"),
+    ],
+    ids=["words", "bytes", "deep", "a list", "nothing"],
+)
+def test_what_a_peer_says_at_first_is_only_compared(said: bytes, told: str) -> None:
+    """Rank 1 says something else than a description of its model."""
+
+    def work(net: Transport) -> str:
+        with pytest.raises(SyncError) as caught:
+            if net.rank == 0:
+                handshake(net, {"model": {"w": [1, 2]}}, torch.device("cpu"))
+            else:
+                sizes, length = torch.empty((2, 8), dtype=torch.uint8), len(said).to_bytes(8, "little")
+                net.all_gather(sizes, torch.tensor(list(length), dtype=torch.uint8))
+                longest = max(int.from_bytes(bytes(row.tolist()), "little") for row in sizes)
+                width = -(-longest // 8) * 8
+                texts = torch.empty((2, width), dtype=torch.uint8)
+                net.all_gather(texts, torch.tensor(list(said.ljust(width)), dtype=torch.uint8))
+                raise SyncError("the one that spoke")
+        return str(caught.value)
+
+    assert told in run_in_process(2, work)[0]
