@@ -49,12 +49,13 @@ class Training:
         self._workers: list[subprocess.Popen[bytes]] = []
 
     def point(self) -> dict[str, Any]:
-        """Resume, let it write some checkpoints, kill one worker or both, and look at what is left."""
+        """Resume, let it write some checkpoints, kill one worker or both in the middle of one, and look."""
         run, chance = self._folder / "killed", self._chance
         before = _newest(run)
         self._start(run, 10**6)
         self._wait(run, before + 2)
-        delay, victims = chance.uniform(0, 0.3), chance.choice([[0], [1], [0, 1]])
+        delay, victims = chance.uniform(0, 0.03), chance.choice([[0], [1], [0, 1]])
+        self._wait_for_a_folder(run / "checkpoints")
         time.sleep(delay)
         reported = _newest(run)
         for rank in victims:
@@ -123,6 +124,12 @@ class Training:
             if time.monotonic() > end or any(worker.poll() is not None for worker in self._workers):
                 raise RuntimeError(f"no step {step}: {(self._folder / 'log').read_text()[-2000:]}")
             time.sleep(0.002)
+
+    def _wait_for_a_folder(self, checkpoints: Path) -> None:
+        """Until a checkpoint is begun: a step takes longer than writing one."""
+        end = time.monotonic() + _PATIENCE
+        while not any(checkpoints.glob(".step-*")) and time.monotonic() < end:
+            time.sleep(0.0005)
 
     def _join(self) -> None:
         for worker in self._workers:
