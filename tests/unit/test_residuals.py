@@ -193,6 +193,12 @@ def test_another_ratio_begins_anew() -> None:
     assert largest > 10 * math.sqrt(4000)
 
 
+def test_an_earlier_state_begins_anew() -> None:
+    growth = Growth()
+    for step in (500, 600, 499, 0, 100, 200):
+        assert growth.look(step, 1.0 + step, 0.01) is None
+
+
 # --- training ---------------------------------------------------------------------------------------
 
 

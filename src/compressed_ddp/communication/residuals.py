@@ -59,7 +59,7 @@ class Growth:
 
     def look(self, step: int, norm: float, ratio: float) -> float | None:
         """By what ``norm``, that of ``step``, has outgrown the steps; None while all is well."""
-        if ratio != self._ratio:
+        if ratio != self._ratio or step < self._began:  # a state of an earlier step was loaded
             self._begin(ratio, step)
         pace = norm / (step - self._began + 1)
         times = pace / self._least if self._least else 1.0
