@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: train test test-reference lint format lab-demo clean
+.PHONY: train test test-reference lint format lab-demo kill-points clean
 
 train: .venv/train.stamp
 	$(BIN)/compressed-ddp compare --config configs/digits.yaml --ratios 1,0.01
@@ -39,6 +39,11 @@ lab-demo: .venv/train.stamp
 	$(BIN)/compressed-ddp lab run --hosts 8 --rate 1gbit --model resnet50 --compute 50ms --steps 2 \
 	  --methods none,plain,fp16,bf16,powersgd-1,writeup-sparse,ours-allgather-int8,ours-sharded-int8,ours-sharded-int4 \
 	  --out lab-demo.csv
+
+# About a quarter of an hour: kill -9 while checkpoints are written, 100 times at random and once before each
+# operation on a file. Rows in results/kill_points.csv.
+kill-points: .venv/train.stamp
+	$(BIN)/python experiments/kill_points.py
 
 # torch comes first and alone, so that pip takes exactly the pinned build.
 .venv/torch.stamp: constraints.txt

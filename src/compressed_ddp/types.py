@@ -139,7 +139,8 @@ class CompressionConfig:
     """Keep back what is owed for parameters that got no gradient in this step. ``attach`` turns it
     on for ``find_unused_parameters=True``, where DDP throws the results of such parameters away."""
     guard_every: int = 100
-    """Steps after which ranks compare a hash of all parameters, and their waiting (17 bytes); 0: never."""
+    """Steps after which ranks compare a hash of all parameters, their waiting and what they owe (21 bytes),
+    and measure how old that is; 0: never."""
     adapt_every: int = 0
     """Steps after which entries are distributed over parameters anew, by what they are about to send
     (see docs/methods.md); 0: every parameter, or bucket, sends the same share."""

@@ -83,6 +83,7 @@ def test_tensorboards_own_reader_finds_the_tags(trained: Path) -> None:
     tags = reader.Tags()
     wanted = {"train/loss", "train/accuracy", "train/lr", "test/loss", "test/accuracy"}
     wanted |= {"sync/bytes_sent", "sync/bytes_received", "sync/ratio", "sync/residual_norm", "time/step"}
+    wanted |= {"sync/residual_age"}
     wanted |= {f"time/{phase}" for phase in ("select", "encode", "wait", "decode", "exposed")}
     assert wanted <= set(tags["scalars"])
     assert {"gradients", "residuals"} <= set(tags["histograms"])

@@ -70,7 +70,8 @@ def handshake(transport: Transport, mine: Mapping[str, Any], device: torch.devic
     width = -(-max(lengths) // 8) * 8
     texts = torch.empty((transport.world_size, width), dtype=torch.uint8, device=device)
     transport.all_gather(texts, _row(text.ljust(width, b" "), device))
-    everyone = [json.loads(bytes(row[:n].tolist())) for row, n in zip(texts.cpu(), lengths, strict=True)]
+    rows = [bytes(row[:n].tolist()) for row, n in zip(texts.cpu(), lengths, strict=True)]
+    everyone = [_described(rank, row) for rank, row in enumerate(rows)]
     for rank, theirs in enumerate(everyone):
         if theirs.get("problem"):
             raise SyncError(f"rank {rank} cannot take part: {theirs['problem']}")
@@ -80,6 +81,16 @@ def handshake(transport: Transport, mine: Mapping[str, Any], device: torch.devic
                 f"rank {rank} differs from rank 0 in {field}: {other!r}, not {first!r}. All workers need "
                 "the same model, the same configuration and the same release"
             )
+
+
+def _described(rank: int, row: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(row)
+    except (ValueError, RecursionError) as error:
+        raise SyncError(f"rank {rank} describes its model in bytes that are no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise SyncError(f"rank {rank} describes its model by a {type(found).__name__}; is it one of ours?")
+    return found
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -162,7 +162,7 @@ class Reducer:
                 with self.stats.phase("select"):
                     self._allotment.look(layout, memory.old, bucket)
             with in_bucket(layout, stamp):
-                finite = collective.mean_(bucket, memory, stamp, self.stats, held, sent)
+                finite = self._guard.mean_(collective, bucket, memory, stamp, held, sent)
             self._touched += [memory] if memory is not None else []
         self._finite &= finite
         with self.stats.phase("select"):
@@ -225,7 +225,7 @@ class Reducer:
             self._half.count()
             self.taken += 1
         self.stats.collectives = self._lanes.count(self._seen)
-        self.stats.close_step(finite=self._finite)
+        self._guard.end_step(self.step, finite=self._finite)
         self.step += 1
         self.abandon_step()
 

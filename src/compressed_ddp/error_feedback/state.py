@@ -51,12 +51,9 @@ def check_state(
                 raise ValueError(f"damaged state: {what} is {state[what]!r}")
         for what, tensors in {"residual": state["residuals"], **state["kept"]}.items():
             for name, tensor in tensors.items():
-                check_tensor(f"{what} of {name!r}", tensor)
                 if name not in shapes:
                     raise ValueError(f"state has a {what} for {name!r}, which this model does not have")
-                if tensor.shape != shapes[name]:
-                    found, wanted = tuple(tensor.shape), tuple(shapes[name])
-                    raise ValueError(f"{what} of {name!r} has shape {found}, the parameter {wanted}")
+                check_tensor(f"{what} of {name!r}", tensor, shapes[name])
         buckets = [SavedBucket.from_dict(bucket) for bucket in state["buckets"]]
         for bucket in buckets:
             _check_bucket(bucket, rank, world_size, shapes)
@@ -84,10 +81,7 @@ def check_local(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> M
                     raise ValueError(
                         f"{what}: {name!r} is in the {where} alone; was it saved from another model?"
                     )
-                check_tensor(f"{what} of {name!r}", tensors[name])
-                if tensors[name].shape != shapes[name]:
-                    found, wanted = tuple(tensors[name].shape), tuple(shapes[name])
-                    raise ValueError(f"{what} of {name!r} has shape {found}, the parameter {wanted}")
+                check_tensor(f"{what} of {name!r}", tensors[name], shapes[name])
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"damaged state: {type(error).__name__} {error}") from error
     return local
@@ -129,10 +123,15 @@ def _check_bucket(bucket: SavedBucket, rank: int, world_size: int, shapes: Mappi
         )
 
 
-def check_tensor(what: str, tensor: object) -> None:
-    """Raises ValueError, naming ``what``, unless ``tensor`` is one of finite floats."""
+def check_tensor(what: str, tensor: object, shape: torch.Size | None = None) -> None:
+    """Raises ValueError, naming ``what``, unless ``tensor`` is one of finite floats, and of ``shape``."""
     if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
         raise ValueError(f"{what} is not a floating point tensor: this state is damaged")
+    if shape is not None and tensor.shape != shape:
+        raise ValueError(f"{what} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        # Looking at it would take as much memory as it claims to have.
+        raise ValueError(f"{what} repeats a few entries {tensor.numel():,} times: this state is damaged")
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError(f"{what} has NaN or infinite entries: this state is damaged")
 
