@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -188,7 +188,7 @@ def read(checkpoint: Path, file: str) -> dict[str, Any]:
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             raise CheckpointError(f"{file} has another SHA-256 than when it was written")
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (CheckpointError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a file that was made to look whole: torch.load raises anything
         raise CheckpointError(f"checkpoint {checkpoint} is damaged: {error}{_others(checkpoint)}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"checkpoint {checkpoint} is damaged: {file} holds a {type(state).__name__}")
@@ -203,10 +203,13 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{checkpoint} has format {manifest['format']}, this release reads {FORMAT}"
             )
-        files, world = manifest["files"], int(manifest["world_size"])
-        if not all(isinstance(files[name]["bytes"], int) for name in (SHARED, *map(rank_file, range(world)))):
-            raise ValueError("sizes are not numbers")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files, world = manifest["files"], manifest["world_size"]
+        if not isinstance(world, int) or world < 1:
+            raise ValueError(f"{world!r} is no number of workers")
+        for name in itertools.chain([SHARED], map(rank_file, range(world))):
+            if not isinstance(files[name]["bytes"], int) or not isinstance(files[name]["sha256"], str):
+                raise ValueError("sizes are not numbers, or hashes not texts")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint {checkpoint} is damaged: {MANIFEST} cannot be read ({error!r}){_others(checkpoint)}"
         ) from error
