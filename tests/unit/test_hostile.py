@@ -21,7 +21,7 @@ from compressed_ddp.communication import Reducer, run_in_process
 from compressed_ddp.communication.guard import Guard, straggler
 from compressed_ddp.communication.handshake import compare, handshake
 from compressed_ddp.compression.factory import from_config
-from compressed_ddp.error_feedback.state import check_state
+from compressed_ddp.error_feedback.state import check_local, check_state
 from compressed_ddp.kernels import CodedEntries, reference
 from compressed_ddp.layout import BucketLayout, Partition
 from compressed_ddp.metrics import Ledger
@@ -209,6 +209,8 @@ CHANGES = {
     "bucket without parameters": put("buckets", 0, "names", to=[]),
     "bucket with a parameter twice": lambda state: state["buckets"].append(state["buckets"][0]),
     "shapes to be read one by one": put("buckets", 0, "shapes", to=torch.zeros(1).expand(10**9)),
+    "buckets to be read one by one": put("buckets", to=torch.zeros(1).expand(10**9)),
+    "a bucket's state to be read one by one": put("buckets", 0, "state", to=torch.zeros(1).expand(10**9)),
     "a way that is no name": put("buckets", 0, "way", to=["sharded"]),
     "owner of another size": put("buckets", 0, "state", "owner", to=torch.zeros(3)),
     "a billion owed": put("buckets", 0, "state", "owner", to=torch.zeros(1).expand(10**9)),
@@ -236,6 +238,15 @@ def test_damaged_states_are_not_resharded(what: str) -> None:
         good[0]["rank"] = torch.zeros(4)
     with pytest.raises(ValueError):
         reshard_states(good, 3)
+
+
+@pytest.mark.parametrize("what", ["since", "anchor", "momentum"])
+def test_local_states_that_no_run_saved(what: str) -> None:
+    tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    local = {"since": 0, "anchor": tensors, "momentum": tensors, "weights": {}}
+    assert check_local({"local": local}, SHAPES) == local
+    with pytest.raises(ValueError, match="damaged state"):
+        check_local({"local": {**local, what: torch.zeros(1).expand(10**9)}}, SHAPES)
 
 
 def test_a_bad_state_on_one_rank_is_told_to_all() -> None:

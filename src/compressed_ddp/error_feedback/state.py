@@ -39,7 +39,8 @@ class SavedBucket:
     def from_dict(cls, saved: Mapping[str, Any]) -> SavedBucket:
         names, shapes, way, state = (saved[key] for key in ("names", "shapes", "way", "state"))
         fits = _listed(names, str) and _listed(shapes, (list, tuple)) and len(names) == len(shapes) > 0
-        if not fits or not isinstance(way, str) or not all(_listed(shape, int) for shape in shapes):
+        fits = fits and isinstance(way, str) and isinstance(state, Mapping)
+        if not fits or not all(_listed(shape, int) for shape in shapes):
             raise ValueError("damaged state: a bucket without names, shapes or a way to travel")
         return cls(BucketLayout(tuple(names), tuple(map(torch.Size, shapes))), way, dict(state))
 
@@ -63,11 +64,17 @@ def check_state(
                     found, wanted = tuple(tensor.shape), tuple(shapes[name])
                     raise ValueError(f"{what} of {name!r} has shape {found}, the parameter {wanted}")
                 check_tensor(f"{what} of {name!r}", tensor)
-        buckets = [SavedBucket.from_dict(bucket) for bucket in state["buckets"]]
+        buckets = [SavedBucket.from_dict(bucket) for bucket in _buckets(state)]
         for bucket in buckets:
             _check_bucket(bucket, rank, world_size, shapes)
         _check_once([name for bucket in buckets for name in bucket.layout.names])
     return buckets
+
+
+def _buckets(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if not _listed(state["buckets"], Mapping):
+        raise ValueError("damaged state: its buckets are not a list of them")
+    return list(state["buckets"])
 
 
 @contextmanager
@@ -104,7 +111,7 @@ def check_local(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> M
     with _damage_told():
         check_count("since", local["since"])
         for what in ("anchor", "momentum", *(["weights"] if local["since"] else [])):
-            tensors = local[what]
+            tensors = dict(local[what].items())
             for name in [*shapes, *tensors]:
                 if name not in shapes or name not in tensors:
                     where = "state" if name in tensors else "model"
@@ -288,10 +295,15 @@ def _mean(kept: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[
 def _folded(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """A state's residuals, with what its rank owes as an owner added. With EF21 nobody owes."""
     residuals = {name: residual.clone() for name, residual in state["residuals"].items()}
-    for saved in state["buckets"]:
+    for saved in _buckets(state):
         bucket = SavedBucket.from_dict(saved)
         if "owner" in bucket.state and ESTIMATE not in state["kept"]:
             check_tensor(f"owner of the bucket with {bucket.layout.names[0]!r}", bucket.state["owner"])
+            if any(
+                residuals[n].shape != s
+                for n, s in zip(bucket.layout.names, bucket.layout.shapes, strict=True)
+            ):
+                raise ValueError("damaged state: a bucket's shapes are not those of what is owed")
             flat = torch.zeros(bucket.layout.numel)
             fold_owner_(flat, bucket.state["owner"].cpu(), state["rank"], state["world_size"])
             for at, (name, view) in enumerate(bucket.layout.views(flat).items()):
