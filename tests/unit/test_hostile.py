@@ -21,7 +21,7 @@ from compressed_ddp.communication import Reducer, run_in_process
 from compressed_ddp.communication.guard import Guard, straggler
 from compressed_ddp.communication.handshake import compare, handshake
 from compressed_ddp.compression.factory import from_config
-from compressed_ddp.error_feedback.state import check_local, check_state
+from compressed_ddp.error_feedback.state import check_local, check_state, saved_ratio
 from compressed_ddp.kernels import CodedEntries, reference
 from compressed_ddp.layout import BucketLayout, Partition
 from compressed_ddp.metrics import Ledger
@@ -238,6 +238,15 @@ def test_damaged_states_are_not_resharded(what: str) -> None:
         good[0]["rank"] = torch.zeros(4)
     with pytest.raises(ValueError):
         reshard_states(good, 3)
+
+
+@pytest.mark.parametrize("what", ["ratio", "config"])
+def test_ratios_that_no_run_had(what: str) -> None:
+    state = {"ratio": 0.1, "config": {"ratio": 0.1}}
+    assert saved_ratio(state, 0.1) == 0.1 and saved_ratio(state, 0.2) is None
+    for wrong in (torch.zeros(1).expand(10**9), math.nan, "0.1", -1):
+        with pytest.raises(ValueError):
+            saved_ratio({**state, what: wrong if what == "ratio" else {"ratio": wrong}}, 0.1)
 
 
 @pytest.mark.parametrize("what", ["since", "anchor", "momentum"])

@@ -141,6 +141,7 @@ def saved_ratio(state: Mapping[str, Any], configured: float) -> float | None:
     with _damage_told():
         began = state["config"]["ratio"]
         ratio = state.get("ratio", began)  # states of older versions have one ratio throughout
+        check_ratio(began)
         check_ratio(ratio)
         return float(ratio) if began == configured else None
 
