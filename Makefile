@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: train test test-reference lint format lab-demo kill-points clean
+.PHONY: train test test-reference lint format lab-demo kill-points fuzz clean
 
 train: .venv/train.stamp
 	$(BIN)/compressed-ddp compare --config configs/digits.yaml --ratios 1,0.01
@@ -45,6 +45,11 @@ lab-demo: .venv/train.stamp
 kill-points: .venv/train.stamp
 	$(BIN)/python experiments/kill_points.py
 
+# Every decoder under a coverage-guided fuzzer, about half an hour; needs clang with libFuzzer, and says so where
+# it is missing. Rows in results/fuzz.csv; `make test` has the short version. docs/fuzzing.md.
+fuzz: .venv/fuzz.stamp
+	$(BIN)/python experiments/fuzzing.py
+
 # torch comes first and alone, so that pip takes exactly the pinned build.
 .venv/torch.stamp: constraints.txt
 	$(PYTHON) -m venv .venv
@@ -57,6 +62,10 @@ kill-points: .venv/train.stamp
 
 .venv/dev.stamp: .venv/torch.stamp pyproject.toml $(NATIVE)
 	$(PIP) --editable '.[dev]'
+	@touch $@
+
+.venv/fuzz.stamp: .venv/train.stamp
+	$(PIP) --editable '.[fuzz]'
 	@touch $@
 
 clean:

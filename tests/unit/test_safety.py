@@ -106,10 +106,10 @@ def test_a_tensor_that_is_larger_than_its_memory_is_not_looked_at() -> None:
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        (b"no JSON", "no JSON"),
-        (b"\xff\xfe\x00", "no JSON"),
-        (b"[" * 50_000, "no JSON"),
-        (b"[1, 2]", "describes its model by a list"),
+        (b"no JSON", "cannot be read"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b"[" * 50_000, "cannot be read"),
+        (b"[1, 2]", "is a list"),
         (b"{}", "differs from rank 0 in model"),
     ],
     ids=["words", "bytes", "deep", "a list", "nothing"],

@@ -140,6 +140,10 @@ class Guard:
                     "on all ranks: was a checkpoint loaded on one of them, or an update applied under a "
                     "condition?"
                 )
+        raise SyncError(
+            f"at step {step} the ranks' hashes of all parameters differ, and those of each do not: what one "
+            "of them sends is not what it has. Is its memory or its network at fault?"
+        )
 
     def _everyones(self, row: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(self._device)
@@ -160,7 +164,7 @@ def straggler(waits: Sequence[float], step: float) -> str | None:
     others = [wait for rank, wait in enumerate(waits) if rank != slowest]
     usual = statistics.median(others)
     lost = usual - waits[slowest]
-    if not step > 0 or lost < _WAITING * step:
+    if not (0 < step < math.inf and _WAITING * step <= lost < math.inf):  # nor where one is not a number
         return None
     return (
         f"rank {slowest} is a straggler: the others wait {usual:.3g} s of each step of {step:.3g} s, it "
