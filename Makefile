@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: train test test-reference lint format lab-demo kill-points fuzz clean
+.PHONY: train test test-reference lint format lab-demo kill-points fuzz soak clean
 
 train: .venv/train.stamp
 	$(BIN)/compressed-ddp compare --config configs/digits.yaml --ratios 1,0.01
@@ -49,6 +49,12 @@ kill-points: .venv/train.stamp
 # it is missing. Rows in results/fuzz.csv; `make test` has the short version. docs/fuzzing.md.
 fuzz: .venv/fuzz.stamp
 	$(BIN)/python experiments/fuzzing.py
+
+# Synchronisers closed, forgotten and destroyed at random moments (minutes); then an hour at a quarter of a
+# core with four workers, kills, overflows, other buckets. docs/soak.md
+soak: .venv/train.stamp
+	$(BIN)/python experiments/stress.py
+	$(BIN)/python experiments/soak.py
 
 # torch comes first and alone, so that pip takes exactly the pinned build.
 .venv/torch.stamp: constraints.txt

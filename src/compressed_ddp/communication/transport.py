@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +19,7 @@ from .rollcall import RollCall, exchange_failed, grace, new_address, open_socket
 _all_gather: Callable[..., Any] = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
+
 
 _DIRECT = 2**20
 """Rows of up to so many bytes go straight from everyone to everyone on gloo."""
@@ -48,25 +48,25 @@ class TorchTransport:
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self.timeout = timeout
+        self._closing = threading.Lock()
         if self.backend == "gloo" and self.world_size > 1:
             self._roll = RollCall(self.rank, self.world_size, new_address(before), self._everyones)
 
     def all_gather(self, out: Tensor, row: Tensor) -> None:
         """gloo's own goes round a ring: P - 1 times the latency for the same bytes."""
-        with self._named("all-gather"):
-            if self.backend == "gloo" and row.nbytes <= _DIRECT:
-                copies = row.expand(self.world_size, -1).contiguous()
-                dist.all_to_all_single(out.view(-1), copies.view(-1), group=self.group)
-            else:
-                _all_gather(out.view(-1), row, group=self.group)
+        flat = out.view(-1)
+        if self.backend == "gloo" and row.nbytes <= _DIRECT:
+            copies = row.expand(self.world_size, -1).contiguous().view(-1)
+            self._exchange("all-gather", lambda group: dist.all_to_all_single(flat, copies, group=group))
+        else:
+            self._exchange("all-gather", lambda group: _all_gather(flat, row, group=group))
 
     def all_to_all(self, out: Tensor, rows: Tensor) -> None:
-        with self._named("all-to-all"):
-            dist.all_to_all_single(out.view(-1), rows.view(-1), group=self.group)
+        flat, mine = out.view(-1), rows.view(-1)
+        self._exchange("all-to-all", lambda group: dist.all_to_all_single(flat, mine, group=group))
 
     def all_reduce(self, tensor: Tensor) -> None:
-        with self._named("all-reduce"):
-            dist.all_reduce(tensor, group=self.group)
+        self._exchange("all-reduce", lambda group: dist.all_reduce(tensor, group=group))
 
     def _everyones(self, row: bytes) -> list[bytes]:
         out = torch.empty((self.world_size, len(row)), dtype=torch.uint8)
@@ -87,25 +87,29 @@ class TorchTransport:
         lives until the user destroys them all. After a failure it goes at once, so that peers hear
         of it now and not when they time out.
         """
-        alive, roll, self._roll = self.alive(), self._roll, None
+        with self._closing:  # one of several threads takes it: for torch, no group means all of them
+            alive, roll, self._roll = self.alive(), self._roll, None
+            ends, group = self._whole or failed or not alive, self.group
+            if ends:
+                self.group = None
         if roll is not None:
             if failed and alive:  # this rank's own fault: the others learn it before they lose it
                 roll.call(grace(self.timeout), own=True)
             roll.close()
-        if self._whole or failed or not alive:
-            group, self.group = self.group, None
-            if alive:
-                dist.destroy_process_group(group)
-            # The last reference goes here, and with it the sockets and gloo's threads.
+        if ends and alive:
+            dist.destroy_process_group(group)
+        # The last reference goes here, and with it the sockets and gloo's threads.
 
-    @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
-        if self.group is None:
+    def _exchange(self, what: str, operation: Callable[[Any], object]) -> None:
+        """``operation`` with the group. Another thread may close this, and no group is for torch the world."""
+        group = self.group
+        if group is None:
             raise SyncError(f"{what} after the end: this synchroniser was closed, or failed before")
         try:
-            yield
+            operation(group)
         except RuntimeError as error:
             # Whoever keeps the error must not keep the group by it, and gloo's threads with that.
+            group = None
             traceback.clear_frames(error.__traceback__)
             roll, self._roll = self._roll, None
             self.close(failed=True)
