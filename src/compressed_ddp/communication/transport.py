@@ -101,7 +101,7 @@ class TorchTransport:
         # The last reference goes here, and with it the sockets and gloo's threads.
 
     def _exchange(self, what: str, operation: Callable[[Any], object]) -> None:
-        """``operation`` with the group. Another thread may close this, and no group is for torch the world."""
+        """``operation`` with the group. Another thread may close this, and torch takes None for the world."""
         group = self.group
         if group is None:
             raise SyncError(f"{what} after the end: this synchroniser was closed, or failed before")
