@@ -40,8 +40,8 @@ std::vector<int64_t> by_sorting(const Exact<float> &sum, int64_t shards, const c
 
 } // namespace
 
-// Input: how (roughly, residual, in place, not the widest loops, 15 << 4: long), shards | loops << 7, numel (2), stride, two bytes for each shard's
-// ranges, then float bits.
+// Input: how (roughly, residual, in place, not the widest loops, 15 << 4: long), shards | loops << 7, numel (2),
+// stride, two bytes for each shard's ranges, then float bits.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   fuzz::Input input(data, size);
   const int how = input.byte();
