@@ -175,6 +175,7 @@ def fuzz(
             f"-max_len={LENGTH[target]}",
             f"-seed={seed}",
             "-timeout=60",
+            "-report_slow_units=60",  # what a busy machine held up is no finding
         ]
         more = [f"-artifact_prefix={crashes}/", "-print_final_stats=1", "-verbosity=1", "-reduce_inputs=0"]
         ended = run([*command, *flags, *more, corpus])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..error_feedback.state import check_missed
 from ..layout import BucketLayout
 from ..types import Held, SenderHalf, Slot
 
@@ -66,14 +67,12 @@ class FirstHalf:
 
         A parameter of which nothing is kept, because it was frozen when the state was saved, begins now.
         """
-        missed, taken = state.get("missed", {}), state["taken"]
-        if not isinstance(missed, Mapping):
-            raise ValueError(f"damaged state: missed steps are {type(missed).__name__}")
-        for name, steps in missed.items():
-            if name not in shapes or not isinstance(steps, int) or not 0 <= steps <= taken:
-                raise ValueError(f"damaged state: {name!r} missed {steps!r} of {taken} steps")
+        missed = check_missed(state)
+        for name in missed:
+            if name not in shapes:
+                raise ValueError(f"damaged state: {name!r} missed steps, and this model does not have it")
         new = {name for what in self.memories for name in shapes if name not in state["kept"][what]}
-        return {**missed, **dict.fromkeys(new, taken)}
+        return {**missed, **dict.fromkeys(new, state["taken"])}
 
     def load(self, missed: dict[str, int]) -> None:
         self._missed = missed

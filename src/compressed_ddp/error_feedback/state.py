@@ -224,6 +224,19 @@ def reshard_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list
         return [dict(state) for state in states] if world_size == old else _resharded(states, world_size)
 
 
+def check_missed(state: Mapping[str, Any]) -> dict[str, int]:
+    """How many steps each parameter was not there for; ValueError unless they are numbers by name."""
+    missed, taken = state.get("missed", {}), state["taken"]
+    check_count("taken", taken)
+    if not isinstance(missed, Mapping):
+        raise ValueError(f"damaged state: missed steps are {type(missed).__name__}")
+    for name, steps in missed.items():
+        check_count(f"steps missed by {str(name)[:40]!r}", steps)
+        if steps > taken:
+            raise ValueError(f"damaged state: {name!r} missed {steps} of {taken} steps")
+    return dict(missed)
+
+
 def _resharded(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
     for state in states:
         for what, tensors in [("residual", state["residuals"]), *state["kept"].items()]:
@@ -245,7 +258,7 @@ def _resharded(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dic
                 total += debt / world_size
             residuals[name] = total * (world_size / old)
         kept = states[rank]["kept"] if rank < old else _mean([state["kept"] for state in states])
-        missed = [state.get("missed", {}) for state in states]
+        missed = [check_missed(state) for state in states]
         new.append(
             dict(states[min(rank, old - 1)])
             | {"rank": rank, "world_size": world_size, "residuals": residuals, "kept": kept, "buckets": []}
