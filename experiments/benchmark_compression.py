@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -312,7 +312,7 @@ def print_setting(setting: Setting, rows: list[Row]) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -320,7 +320,11 @@ def main() -> None:
         "--out", type=Path, default=Path("results"), help="folder to write to (default: results)"
     )
     parser.add_argument("--quick", action="store_true", help="few small settings: that it works, no figures")
-    arguments = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
     efforts, hidden = (QUICK, 64) if arguments.quick else (EFFORT, 3584)
     start, about = time.perf_counter(), origin()
     about["machine"] += f", {native.isa()}"

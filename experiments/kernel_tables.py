@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
+from collections.abc import Sequence
 
 from kernel_report import Book, targets_table
 from pages import ROOT, fill
@@ -98,10 +99,15 @@ def tables() -> dict[str, str]:
     return {"take": takes(), "codec": codecs(), "targets": targets(), "ledger": ledger()}
 
 
-def main() -> None:
-    argparse.ArgumentParser(
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    )
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    parse()
     for name, table in tables().items():
         fill("docs/kernels.md", name, table)
 
