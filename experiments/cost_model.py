@@ -181,7 +181,7 @@ def rule(text: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -196,7 +196,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--compute", type=float, default=0.05, help="seconds a step of the map (default: 0.05)")
     add("--latency", type=float, default=ROUND, help="seconds a round of the map (default: %(default)g)")
     add("--out", type=Path, default=ROOT / "results", help="folder (default: results)")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
     rows = []
     for path in options.rows:
         with path.open(newline="") as file:

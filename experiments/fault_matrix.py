@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import faults
@@ -61,14 +62,18 @@ def read(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--timeout", type=float, default=4.0, help="sync_timeout in seconds (default: 4)")
     parser.add_argument("--repeats", type=int, default=3, help="of the whole matrix (default: 3)")
     parser.add_argument("--table", action="store_true", help="measure nothing: write the table anew")
-    arguments = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
     path = ROOT / "results" / "fault_matrix.csv"
     if not arguments.table:
         rows = measure(arguments.timeout, arguments.repeats)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,17 @@ def sent(options: dict[str, Any], way: str, world: int, layout: BucketLayout) ->
     return run_in_process(world, work)[0]
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, default=8, help="workers of the network (default: 8)")
     parser.add_argument("--out", type=Path, default=Path("results/message_sizes.csv"), help="where to write")
-    arguments = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
     torch.set_num_threads(1)
     side, world = 1000, arguments.workers
     layout = BucketLayout(("weight",), (torch.Size([side, side]),))

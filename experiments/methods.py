@@ -248,7 +248,7 @@ def work(options: argparse.Namespace) -> None:
                 print(*run, score, flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -263,6 +263,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.tasks:
         if name not in TASKS:
             parser.error(f"unknown task {name!r}; known are {', '.join(TASKS)}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
     if not options.only_plot:
         work(options)
         return

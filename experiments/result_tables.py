@@ -9,7 +9,7 @@ left out.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import claims
 from pages import ROOT, fill
@@ -92,10 +92,15 @@ def parts(found: dict[str, Table], drawn: dict[str, bytes]) -> Iterator[tuple[st
             yield "docs/results.md", f"picture-{picture.name}", line if there else ""
 
 
-def main() -> None:
-    argparse.ArgumentParser(
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    )
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    parse()
     found = load(ROOT / "results")
     drawn = pictures(found)
     PICTURES.mkdir(exist_ok=True)
