@@ -1,12 +1,13 @@
 """Is error feedback needed, and is what was sent the true sum? Three residuals beside dense training.
 
-Four workers in one process train SimpleCNN on scikit-learn's handwritten digits with Top-K: without a residual,
-with the write-up's (compensated less the average) and with ours (compensated less what this worker sent).
-Each keeps the sum of its gradients beside the sum of the means that were applied. Two figures then say what
-became of the gradients, both as a share of the true sum's length:
+Four workers in one process train SimpleCNN on scikit-learn's handwritten digits with Top-K: without a
+residual, with the write-up's (compensated less the average) and with ours (compensated less what this worker
+sent). Each keeps the sum of its gradients beside the sum of the means that were applied. Three figures then say
+what became of the gradients, all as a share of the true sum's length:
 
     late     |applied - true|: what has not been applied yet, or never will be
-    lost     |applied + mean residual - true|: what nobody owes any more, or was made up
+    lost     |applied + mean residual - true|: what nobody owes any more
+    held     |residual|, the mean over workers: what each believes that it owes
 
 One CSV row a run; some minutes.
 
@@ -45,7 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 COLUMNS = (
     *("method", "dataset", "model", "workers", "ratio", "seed", "epochs", "steps", "lr", "parameters"),
-    *("accuracy", "late", "lost", "command", "commit", "version", "machine"),
+    *("accuracy", "late", "lost", "held", "command", "commit", "version", "machine"),
 )
 
 
@@ -96,12 +97,15 @@ def row_of(method: str, ratio: float, seed: int, epochs: int) -> dict[str, Any]:
     first = build("simple_cnn", shape=data.shape, classes=data.classes)
     found = run_in_process(WORKERS, lambda net: train(options, seed, epochs, data, first, net))
     true, owed = (torch.stack([each[name] for each in found]).mean(0) for name in ("true", "owed"))
-    late = found[0]["applied"] - true
+    late, length = found[0]["applied"] - true, float(true.norm())
+    held = sum(float(each["owed"].norm()) for each in found) / WORKERS
     return {
         **{"method": method, "dataset": "digits", "model": "simple_cnn", "workers": WORKERS, "ratio": ratio},
         **{"seed": seed, "epochs": epochs, "steps": found[0]["steps"], "lr": RATE, "parameters": len(true)},
         "accuracy": round(found[0]["accuracy"], 2),
-        **{"late": f"{late.norm() / true.norm():.3g}", "lost": f"{(late + owed).norm() / true.norm():.3g}"},
+        "late": f"{float(late.norm()) / length:.3g}",
+        "lost": f"{float((late + owed).norm()) / length:.3g}",
+        "held": f"{held / length:.3g}",
     }
 
 
@@ -121,7 +125,7 @@ def main() -> None:
         for method, ratio in (("dense", 1.0), *((name, ratio) for name in METHODS for ratio in RATIOS)):
             row = row_of(method, ratio, seed, options.epochs)
             append(options.out, COLUMNS, [row | about])
-            said = f"{row['accuracy']:.2f} %, late {row['late']}, lost {row['lost']}"
+            said = f"{row['accuracy']:.2f} %, late {row['late']}, lost {row['lost']}, held {row['held']}"
             print(f"{method:<20} {100 * ratio:g} %, seed {seed}: {said}", flush=True)
     print(f"wrote {options.out}")
 

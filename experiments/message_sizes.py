@@ -1,7 +1,8 @@
 """Bytes that one worker sends for a bucket of a million elements, by every compressor and collective.
 
 Real messages through the in-process network, counted by the ledger, beside a dense ring all-reduce. Sizes
-depend on nothing but the bucket, so any machine gives the same figures; rows name one all the same, as all do.
+depend on nothing but the bucket, so any machine gives the same figures; rows name it all
+the same, as all rows do.
 
     python experiments/message_sizes.py            # writes results/message_sizes.csv
 """
