@@ -2,8 +2,8 @@
 
 Four workers in one process train SimpleCNN on scikit-learn's handwritten digits with Top-K: without a
 residual, with the write-up's (compensated less the average) and with ours (compensated less what this worker
-sent). Each keeps the sum of its gradients beside the sum of the means that were applied. Three figures then say
-what became of the gradients, all as a share of the true sum's length:
+sent). Each keeps the sum of its gradients beside the sum of the means that were applied. Three figures then
+say what became of the gradients, all as a share of the true sum's length:
 
     late     |applied - true|: what has not been applied yet, or never will be
     lost     |applied + mean residual - true|: what nobody owes any more

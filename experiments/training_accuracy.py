@@ -92,7 +92,10 @@ def main() -> None:
     parser.add_argument("--datasets", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--out", type=Path, default=RESULTS_FILE)
     args = parser.parse_args()
-    about = origin() | {"command": "python experiments/training_accuracy.py --data-dir data"}
+    about = origin()
+    about["command"] = about["command"].replace(
+        str(args.data_dir), "data"
+    )  # where it lies is the reader's own
     tasks = {dataset: TASKS[dataset] for dataset in args.datasets}
 
     def rate_of(dataset: str) -> float:

@@ -6,6 +6,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+NONE = "-"
+MARKS = "¹²³⁴⁵"
+"""Of notes below a table; see ``Notes``."""
+
+
+class Notes:
+    """Remarks below a table: the same remark has the same mark."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def mark(self, note: str) -> str:
+        """What to put behind a cell that ``note`` is about; nothing where there is none."""
+        if not note:
+            return ""
+        if note not in self._found:
+            self._found.append(note)
+        return MARKS[self._found.index(note)]
+
+    def lines(self) -> tuple[str, ...]:
+        return tuple(f"{mark} {note}" for mark, note in zip(MARKS, self._found, strict=False))
+
+
+def share(part: float | None, whole: float | None, times: float = 1.0, form: str = "{:.2f}") -> str:
+    """``times * part / whole``, where both are known."""
+    return NONE if part is None or not whole else form.format(times * part / whole)
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -16,13 +43,15 @@ class Grid:
     rows: Sequence[Sequence[str]]
     strong: frozenset[int] = frozenset()
     """Rows to be set off."""
+    notes: Sequence[str] = ()
+    """Lines below it, each with its mark."""
 
     def markdown(self) -> str:
         lines = [f"| {' | '.join(self.head)} |", f"|{'---|' * len(self.head)}"]
         for at, row in enumerate(self.rows):
             name, *cells = row
             lines.append(f"| {' | '.join([f'**{name}**' if at in self.strong else name, *cells])} |")
-        return "\n".join(lines)
+        return "\n\n".join(["\n".join(lines), *self.notes])
 
     def html(self) -> str:
         head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in self.head)
@@ -35,4 +64,5 @@ class Grid:
             f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.caption)}"><table>'
             f"<caption>{escape(self.caption)}</caption><thead><tr>{head}</tr></thead>"
             f"<tbody>{''.join(body)}</tbody></table></div>"
+            + "".join(f'<p class="remark">{escape(note)}</p>' for note in self.notes)
         )

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .figures import PLAIN, SHOWN, by_rate, good, is_ours, median, millions, of, sent, title, whole_model
+from .figures import (
+    PLAIN,
+    SHOWN,
+    by_rate,
+    good,
+    is_ours,
+    median,
+    millions,
+    of,
+    sent,
+    settings,
+    title,
+    whole_model,
+)
 from .sources import Table
 from .style import INK, PHASES, family_colour, new_figure
 
@@ -82,7 +95,7 @@ MARKS = {
 
 
 def bytes_by_hosts(table: Table) -> Figure | None:
-    """What a host sends in a step, by number of hosts; the whole model, medians over rates and repeats."""
+    """What a host sends in a step, by number of hosts; the whole model at one rate, medians of repeats."""
     rows, hosts = whole_model(table.rows)
     if not rows:
         return None
@@ -111,6 +124,7 @@ def bytes_by_hosts(table: Table) -> Figure | None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="hosts", ylabel="MB sent by a host in a step")
-    axes.set_title(f"{rows[0]['model']}, {millions(rows[0]['elements'])} elements")
+    rate = settings(rows)[0].rate
+    axes.set_title(f"{rows[0]['model']}, {millions(rows[0]['elements'])} elements, {rate}")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
