@@ -9,6 +9,8 @@ from html import escape
 NONE = "-"
 MARKS = "¹²³⁴⁵"
 """Of notes below a table; see ``Notes``."""
+LONGEST = 32
+"""Characters of a cell that stays on one line."""
 
 
 class Notes:
@@ -32,6 +34,16 @@ class Notes:
 def share(part: float | None, whole: float | None, times: float = 1.0, form: str = "{:.2f}") -> str:
     """``times * part / whole``, where both are known."""
     return NONE if part is None or not whole else form.format(times * part / whole)
+
+
+def text(plain: str) -> str:
+    """For a page: no number parts from its percent sign."""
+    return escape(plain).replace(" %", "\u00a0%")
+
+
+def _words(cell: str) -> str:
+    """Long cells may break, figures may not."""
+    return ' class="words"' if len(cell) > LONGEST else ""
 
 
 @dataclass(frozen=True)
@@ -58,8 +70,8 @@ class Grid:
         body = []
         for at, (name, *cells) in enumerate(self.rows):
             mark = ' class="strong"' if at in self.strong else ""
-            rest = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-            body.append(f'<tr{mark}><th scope="row">{escape(name)}</th>{rest}</tr>')
+            rest = "".join(f"<td{_words(cell)}>{text(cell)}</td>" for cell in cells)
+            body.append(f'<tr{mark}><th scope="row">{text(name)}</th>{rest}</tr>')
         return (
             f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.caption)}"><table>'
             f"<caption>{escape(self.caption)}</caption><thead><tr>{head}</tr></thead>"

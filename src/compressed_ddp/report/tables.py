@@ -90,7 +90,7 @@ def feedback(table: Table) -> Grid | None:
 
 
 def _small(percent: float) -> str:
-    return f"{percent:.1f}" if percent >= 0.05 or not percent else f"{percent:.0e}"
+    return "< 0.001" if 0 < percent < 0.001 else f"{percent:.1f}"
 
 
 KERNELS = {
