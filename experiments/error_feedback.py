@@ -58,6 +58,7 @@ def train(
     options: dict[str, Any], seed: int, epochs: int, data: Dataset, first: nn.Module, net: Transport
 ) -> dict[str, Any]:
     """One worker's training of a copy of ``first``: sums in float64, and the test accuracy in percent."""
+    torch.set_num_threads(1)  # OpenMP keeps it for each thread by itself
     model = copy.deepcopy(first)
     names, weights = zip(*model.named_parameters(), strict=True)
     layout = BucketLayout(names, tuple(weight.shape for weight in weights))
@@ -118,7 +119,6 @@ def main() -> None:
     add("--epochs", type=int, default=EPOCHS, help=f"through the training data (default: {EPOCHS})")
     add("--seeds", type=int, nargs="+", default=SEEDS, help="default: 0 1 2")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     about = origin()
     options.out.unlink(missing_ok=True)
     for seed in options.seeds:

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import experiment
 import pytest
-import torch
 
 pytest.importorskip("sklearn", reason="the digits are its")
 
 
-@pytest.fixture
-def one_thread_a_worker() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread_a_worker")
 def test_what_is_missing_is_owed_or_lost() -> None:
     script = experiment.load("error_feedback")
     rows = {name: script.row_of(name, 0.01, seed=0, epochs=1) for name in script.METHODS}

@@ -127,7 +127,8 @@ def _fastest(rows: Sequence[Row], names: Iterable[str]) -> tuple[float, str] | N
 def everywhere(table: Table) -> Grid | None:
     """Every setting: plain DDP, the best of torch's hooks, ours by each collective; losing ones too."""
     rows, lines, notes = good(table.rows), [], Notes()
-    ways = [name for name in ("ours-allgather-int8", "ours-sharded-int8") if name in _methods(rows)]
+    names = set(_methods(rows))
+    ways: list[str] = [name for name in ("ours-allgather-int8", "ours-sharded-int8") if name in names]
     hooks = [name for name in _methods(rows) if name in ("fp16", "bf16") or name.startswith("powersgd")]
     aside = [name for name in hooks if any(not comparable(name, each) for each in settings(rows))]
     for setting in settings(rows):
