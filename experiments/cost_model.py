@@ -6,7 +6,8 @@ predicts the other part, which it has not seen: by default all runs with 8 hosts
 between the fewest and the most and are as oversubscribed as the rates allow. Then it says what a step
 takes with 32 to 4,096 workers that have their own cores, from 10 Mbit/s to 400 Gbit/s.
 
-    python experiments/cost_model.py          # results/cost_model.csv, _check.csv, _map.csv and .png
+    python experiments/cost_model.py --rows results/scalability_analysis.csv results/scalability_dilated.csv
+    # writes results/cost_model.csv, _check.csv, _map.csv and .png
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Bytes that one worker sends for a bucket of a million elements, by every compressor and collective.
 
 Real messages through the in-process network, counted by the ledger, beside a dense ring all-reduce. Sizes
-depend on nothing but the bucket, so any machine gives the same figures.
+depend on nothing but the bucket, so any machine gives the same figures; rows name it all
+the same, as all rows do.
 
     python experiments/message_sizes.py            # writes results/message_sizes.csv
 """
@@ -73,7 +74,6 @@ def main() -> None:
     layout = BucketLayout(("weight",), (torch.Size([side, side]),))
     ring = 2 * (world - 1) * layout.numel * 4 // world
     about = {"workers": world, "elements": layout.numel, "ring_bytes": ring, **origin()}
-    del about["machine"]  # any machine gives the same
     rows = []
     for options in ROWS:
         compressor = from_config(CompressionConfig(**options))

@@ -97,7 +97,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    about = origin() | {"command": "python experiments/training_accuracy.py --data-dir data"}
+    about = origin()
+    # Where the data lie is the reader's own.
+    about["command"] = about["command"].replace(str(args.data_dir), "data")
     tasks = {dataset: TASKS[dataset] for dataset in args.datasets}
 
     def rate_of(dataset: str) -> float:

@@ -243,14 +243,14 @@ def test_the_accuracy_table_is_what_its_command_makes() -> None:
 
 def test_the_tables_of_results_are_what_their_command_makes() -> None:
     """And there is a picture for each file that one is made of, and no other."""
-    script = experiment.load("result_tables")
+    script, block = experiment.load("result_tables"), experiment.load("pages").BLOCK
     found = report.load(ROOT / "results")
     drawn = {path.name: b"" for path in (ROOT / "docs" / "pictures").glob("*.png")}
     made = [picture for section in SECTIONS for picture in section.pictures if picture.source in found]
     assert set(drawn) == {f"{picture.name}.png" for picture in made}
     for page, mark, text in script.parts(found, drawn):
         _, there, after = (ROOT / page).read_text().partition(f"<!-- {mark} -->\n\n")
-        stands = re.match(r"(?:(?:\||!\[).*\n)*", after)
+        stands = re.match(block, after)
         assert there and stands and stands[0].rstrip("\n") == text, f"{page}, {mark}: run {script.__file__}"
 
 

@@ -56,7 +56,7 @@ ARROWS: dict[str, set[str]] = {
         "schedules",
     },
     "lab": {"types", "communication", "metrics", "models"},
-    "report": {"version", "metrics"},
+    "report": {"version", "metrics", "lab"},
     "cli": {"version", "kernels", "compression", "training", "lab", "report"},
     "__main__": {"cli"},
     "__init__": {"communication", "compression", "error_feedback", "optim", "types", "version"},
