@@ -28,6 +28,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from origin import origin
 from rows import append
 from soak_checks import Life, books, verdicts
@@ -35,8 +36,8 @@ from soak_worker import LOST_A_PEER, WORKERS, Job, Sample, work
 
 FOLDER = Path(__file__).resolve().parent
 SUMMARY = ("check", "verdict", "found", "limit", "date", "seed", "command", "commit", "version", "machine")
-# Freed memory goes back to the system, or RSS would show the largest moment that each of many arenas has
-# had so far, which is found at random and late. Set before torch is loaded.
+# One heap, and large tensors outside of it: else RSS would show the largest moment that each of many arenas
+# has had so far, which is found at random and late. Set before torch is loaded.
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
@@ -141,7 +142,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--between", type=float, nargs=2, default=(90.0, 240.0), help="seconds between kills")
     parser.add_argument("--pace", type=float, default=0.08, help="seconds that a worker sleeps in each step")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
-    parser.add_argument("--rewrap-every", type=int, default=40, help="steps between new buckets, on average")
+    parser.add_argument("--rewrap-every", type=int, default=200, help="steps between new buckets, on average")
     parser.add_argument("--overflow-every", type=int, default=25, help="steps between overflows, on average")
     parser.add_argument("--sample-seconds", type=float, default=5.0)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds until a silent peer is dead")
@@ -151,8 +152,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, folder: Path) -> tuple[list[Life], list[Sample]]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = Job(
         folder,
+        store.port,
         options.seed,
         options.pace,
         options.save_every,
@@ -177,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not Path("/proc/self/fd").exists():
         print("this needs Linux's /proc to see what a process holds")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers are ended, files removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers are ended and files removed
     os.environ.update(MALLOC)
     # The process that workers are forked from looks for soak_worker there, and says nothing if it is not.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))

@@ -109,33 +109,23 @@ def verdicts(lives: Sequence[Life], samples: Sequence[Sample], warm_up: float) -
     killed = [life for life in lives if life.victim >= 0]
     faults = [fault for life in lives for fault in life.faults]
     left = [name for each in told for name in each["threads"]]
-    last = seen[-1] if seen else None
-    gap = max((each.gap for each in seen), default=float("inf"))
+    steps, skipped = (seen[-1].step, seen[-1].skipped) if seen else (0, 0)
+    gap = max((each.gap for each in seen), default=math.inf)
     heard = Counter(f"{each['kind']} in {each['doing']}" for each in told)
-    asked = 3 * len(killed)
+    slowest = max((life.ending for life in killed), default=0.0)
+    how = f"{len(lives)} lives, {len(killed)} kills, the others gone within {slowest:.1f} s"
+    ends = f"{len(told)} of {3 * len(killed)}: {', '.join(f'{n} {kind}' for kind, n in heard.items())}"
     rows = [
-        _verdict(
-            "lives",
-            not faults,
-            f"{len(lives)} lives, {len(killed)} kills; {faults or 'no fault'}",
-            "no fault",
-        ),
-        _verdict(
-            "training", last is not None and last.skipped > 0, f"{last}", "steps, some with an overflow"
-        ),
+        _verdict("lives", not faults, f"{how}; {faults or 'no fault'}", "no fault"),
+        _verdict("training", skipped > 0, f"{steps:,} steps, {skipped:,} with an overflow", "some of both"),
         _verdict(
             "replicas",
             bool(seen) and all(each.replicas == 1 for each in seen),
-            f"{len(seen)} checkpoints",
+            f"{sum(each.replicas == 1 for each in seen)} of {len(seen)} checkpoints",
             "bit-identical",
         ),
         _verdict("conservation", gap < GAP, f"{gap:.2g} of one step's gradient", f"below {GAP:g}"),
-        _verdict(
-            "survivors",
-            len(told) == asked,
-            f"{len(told)} of {asked}: {', '.join(f'{n} {how}' for how, n in heard.items())}",
-            "all end",
-        ),
+        _verdict("survivors", len(told) == 3 * len(killed), ends, "all say why they end"),
         _verdict("threads left", not left, f"{left or 'none'}", "none after close"),
     ]
     killed_at = {life.number: life.killed for life in lives}

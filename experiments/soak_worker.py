@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import json
@@ -35,6 +36,7 @@ WORKERS = 4
 LOST_A_PEER = 3
 """Exit status of a worker that was told of a peer's end, and ended too."""
 RATIO, RATE = 0.02, 0.01
+LIBC = ctypes.CDLL(None)
 WAYS, CAPS, FORMATS = ("sharded", "allgather"), (0.01, 0.03, 0.1, 25.0), ("int8", "fp32", "int4")
 
 
@@ -43,6 +45,8 @@ class Job:
     """What a soak does; the same in all of its lives. A life is one start of all workers."""
 
     folder: Path
+    port: int
+    """Where the workers find each other."""
     seed: int
     pace: float
     """Seconds that a worker sleeps in each step, so that it leaves the machine to others."""
@@ -210,9 +214,11 @@ class Training:
 def sample(training: Training) -> Sample:
     """What this process holds now, between two steps.
 
-    After a collection: how much garbage waits for one is Python's own affair, and comes and goes.
+    After a collection, and with the pages given back that nothing lives on: how much garbage waits for the
+    one, and free memory for the other, is Python's and malloc's own affair, and comes and goes.
     """
     gc.collect()
+    LIBC.malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
     rss, anonymous = (int(status[key].split()[0]) for key in ("VmRSS", "RssAnon"))
@@ -229,7 +235,8 @@ def together(job: Job, rank: int, life: int) -> Iterator[Place]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     wait = timedelta(seconds=job.timeout)
-    store = dist.FileStore(str(job.folder / f"store-{life}"), WORKERS)
+    # As torchrun's: one outside, for all lives. One in a file would be read into every worker's memory.
+    store = dist.PrefixStore(f"life {life}", dist.TCPStore("127.0.0.1", job.port))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORKERS, timeout=wait)
     dist.barrier()
     yield Place(rank, WORKERS, rank, torch.device("cpu"), "gloo")

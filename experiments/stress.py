@@ -40,7 +40,8 @@ STUCK = 100.0
 def serve(rank: int, rounds: int, worker_rounds: int, seed: int, port: int, news: Connection) -> None:
     """One of the processes: tells the name of each round's ending, and what went wrong, if anything."""
     import torch
-    from stress_rounds import RANKS, one_round, worker_round
+    from stress_rounds import RANKS, one_round
+    from stress_worker import worker_round
 
     from compressed_ddp.communication import worker as module
 

@@ -1,4 +1,4 @@
-"""Short versions of the long runs: the same programs, with small numbers. Nothing about time or memory."""
+"""Short versions of the long runs: the same programs with small numbers, and nothing about memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import experiment
 import pytest
 from pool import Pool
 from stress_jobs import close_at_once
 
-EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = ROOT / "experiments"
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="Linux's /proc says what a process holds"
 )
@@ -56,6 +58,13 @@ def test_a_short_stress(tmp_path: Path) -> None:
     counts = Counter({row["check"]: int(row["rounds"]) for row in rows})
     assert counts.pop("all") == counts.total() == 90 and counts.pop("the worker thread alone") == 60
     assert len(counts) == 12 and min(counts.values()) >= 2
+
+
+def test_the_page_has_the_tables_of_the_last_run() -> None:
+    """And that run passed."""
+    tables, page = experiment.load("soak_tables"), (ROOT / "docs" / "soak.md").read_text()
+    for table in (tables.soak(), tables.stress()):
+        assert table in page and "FAIL" not in table and "PASS" in table
 
 
 def test_two_threads_close_at_once(pool: Pool) -> None:
