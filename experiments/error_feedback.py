@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def row_of(method: str, ratio: float, seed: int, epochs: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -118,8 +119,11 @@ def main() -> None:
     add("--out", type=Path, default=ROOT / "results" / "error_feedback.csv", help="where to write, anew")
     add("--epochs", type=int, default=EPOCHS, help=f"through the training data (default: {EPOCHS})")
     add("--seeds", type=int, nargs="+", default=SEEDS, help="default: 0 1 2")
-    options = parser.parse_args()
-    about = origin()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options, about = parse(), origin()
     options.out.unlink(missing_ok=True)
     for seed in options.seeds:
         for method, ratio in (("dense", 1.0), *((name, ratio) for name in METHODS for ratio in RATIOS)):

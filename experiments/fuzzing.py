@@ -227,7 +227,7 @@ def one_target(target: str, runs: int, work: Path) -> dict[str, object]:
     }
 
 
-def main() -> int:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -237,7 +237,11 @@ def main() -> int:
         "--work", type=Path, default=ROOT / "build" / "fuzz", help="programs, corpora, crashes"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "results", help="where fuzz.csv goes")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parse()
     options.work.mkdir(parents=True, exist_ok=True)
     path, where = options.out / "fuzz.csv", origin()
     crashed = False

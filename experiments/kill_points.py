@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -171,14 +171,18 @@ def every_operation() -> Iterator[dict[str, Any]]:
                 yield {"point": f"{rank}.{operation}", "kind": f"{kind}, every operation"} | row
 
 
-def main() -> int:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("--points", type=int, default=100, help="random moments")
     parser.add_argument("--trainings", type=int, default=20, help="how often one run is killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-operations", action="store_true", help="leave the last part out")
     parser.add_argument("--out", type=Path, default=Path("results/kill_points.csv"))
-    arguments = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    arguments = parse()
     about = origin() | {"date": time.strftime("%Y-%m-%d")}
     if arguments.out.is_file():
         arguments.out.unlink()
