@@ -5,7 +5,8 @@
 
 Builds in --work, where corpora stay for the next time, and writes a row a target to fuzz.csv in --out. What
 crashes (anything that a target, a sanitizer or a limit of time or memory objects to) is kept there as a file,
-and the exit status is 1. docs/fuzzing.md says what the targets hold decoders to.
+and the exit status is 1. A target that cannot run here, or that is interrupted, writes no row, and the exit
+status is 2. --table prints the rows as docs/fuzzing.md has them, which says what decoders are held to.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import rows
@@ -34,6 +36,8 @@ sys.path.insert(0, str(FUZZ))
 
 TARGETS = {"native_messages": 10_000_000, "native_selection": 500_000, "python_messages": 1_000_000}
 """How many executions each gets."""
+INTERRUPTED = 72
+"""libFuzzer's exit status after SIGINT or SIGTERM."""
 SLICE = 500_000
 """Executions of one process: the next begins with what it kept."""
 LENGTH = {"native_messages": 400, "native_selection": 300, "python_messages": 700}
@@ -54,6 +58,10 @@ if platform.machine() in ("x86_64", "AMD64", "amd64"):
 
 class Missing(Exception):
     """Something that fuzzing needs is not on this machine."""
+
+
+class Interrupted(Exception):
+    """Someone ended a fuzzer: nothing was found, and what it did is not what was asked for."""
 
 
 def run(command: Sequence[str | Path], **more: object) -> subprocess.CompletedProcess[str]:
@@ -175,6 +183,10 @@ def fuzz(
         ]
         more = [f"-artifact_prefix={crashes}/", "-print_final_stats=1", "-verbosity=1", "-reduce_inputs=0"]
         ended = run([*command, *flags, *more, corpus])
+        if ended.returncode == INTERRUPTED or ended.returncode in (-signal.SIGTERM, -signal.SIGINT):
+            raise Interrupted(
+                f"it was ended by a signal after {done:,} executions or more, none of which crashed"
+            )
         counted = re.search(r"number_of_executed_units: (\d+)", ended.stderr)
         if counted is None or (ended.returncode and not any(crashes.iterdir())):
             (crashes / f"ended-{seed}.txt").write_text(ended.stdout + ended.stderr)
@@ -223,6 +235,19 @@ def one_target(target: str, runs: int, work: Path) -> dict[str, object]:
     }
 
 
+def table(found: Sequence[Mapping[str, str]]) -> str:
+    """The rows of fuzz.csv in Markdown."""
+    lines = [
+        "| target | executions | seconds | edges | lines reached | crashes | commit | date |",
+        "|---" * 8 + "|",
+    ]
+    for row in sorted(found, key=lambda row: list(TARGETS).index(row["target"])):
+        figures = f"{int(row['executions']):,}", f"{int(row['seconds']):,}", row["edges"], row["lines"]
+        cells = f"`{row['target']}`", *figures, row["crashes"], row["commit"], row["date"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -233,22 +258,27 @@ def main() -> int:
         "--work", type=Path, default=ROOT / "build" / "fuzz", help="programs, corpora, crashes"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "results", help="where fuzz.csv goes")
+    parser.add_argument("--table", action="store_true", help="print what fuzz.csv says, and do nothing else")
     options = parser.parse_args()
+    if options.table:
+        print(table(rows.read(options.out / "fuzz.csv")))
+        return 0
     options.work.mkdir(parents=True, exist_ok=True)
     path, where = options.out / "fuzz.csv", origin()
-    crashed = False
+    crashed = missing = False
     for target in options.targets:
         try:
             row = one_target(target, options.runs or TARGETS[target], options.work)
-        except Missing as missing:
-            print(f"{target} cannot run: {missing}", file=sys.stderr)
-            return 2
+        except (Missing, Interrupted) as what:
+            print(f"{target} has no result: {what}", file=sys.stderr)
+            missing = True
+            continue
         others = [old for old in rows.read(path) if old["target"] != target]
         path.unlink(missing_ok=True)
         rows.append(path, [*COLUMNS, "date", *where], [*others, row | where])
         print(f"{target}: {row['crashes']} crashes; lines reached: {row['lines']}")
         crashed |= bool(row["crashes"])
-    return int(crashed)
+    return 1 if crashed else 2 if missing else 0
 
 
 if __name__ == "__main__":

@@ -318,5 +318,5 @@ def test_a_deep_manifest(tmp_path: Path) -> None:
 )
 def test_files_that_only_look_whole(tmp_path: Path, data: bytes) -> None:
     """A right hash over bytes that torch cannot read: no EOFError or KeyError reaches the user."""
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match=r"is damaged: [^;]"):
         checkpoint.read(write(tmp_path / "step-00000001", data), checkpoint.SHARED)

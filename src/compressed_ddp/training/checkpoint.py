@@ -189,7 +189,8 @@ def read(checkpoint: Path, file: str) -> dict[str, Any]:
             raise CheckpointError(f"{file} has another SHA-256 than when it was written")
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # a file that was made to look whole: torch.load raises anything
-        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {error}{_others(checkpoint)}") from error
+        what = str(error) or type(error).__name__
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {what}{_others(checkpoint)}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"checkpoint {checkpoint} is damaged: {file} holds a {type(state).__name__}")
     return state
