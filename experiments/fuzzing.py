@@ -42,7 +42,7 @@ SLICE = 500_000
 """Executions of one process: the next begins with what it kept."""
 LENGTH = {"native_messages": 400, "native_selection": 300, "python_messages": 700}
 LOOKED_AT = {
-    "native_messages": ("reading.h", "codec.cpp", "accumulate.cpp"),
+    "native_messages": ("reading.h", "codec.cpp", "accumulate.cpp", "loops_one.h", "loops_avx512.h"),
     "native_selection": ("select.cpp", "bracket.cpp", "finish.cpp"),
 }
 COLUMNS = ("target", "executions", "seconds", "edges", "lines", "crashes")
@@ -52,8 +52,11 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 UNITS = {name: [] for name in ("select", "bracket", "finish", "accumulate", "codec", "isa")}
 LOOPS = {"baseline": ["-DCDDP_LOOPS=baseline_loops"]}
 if platform.machine() in ("x86_64", "AMD64", "amd64"):
-    FLAGS.append("-DCDDP_HAVE_AVX2")
-    LOOPS["avx2"] = ["-mavx2", "-mbmi", "-mpopcnt", "-DCDDP_LOOPS=avx2_loops"]
+    FLAGS.append("-DCDDP_HAVE_X86")
+    AVX2 = ["-mavx2", "-mbmi", "-mpopcnt"]
+    AVX512 = [*AVX2, "-mbmi2", *(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl"))]
+    LOOPS["avx2"] = [*AVX2, "-DCDDP_LOOPS=avx2_loops"]
+    LOOPS["avx512"] = [*AVX512, "-DCDDP_LOOPS=avx512_loops"]
 
 
 class Missing(Exception):

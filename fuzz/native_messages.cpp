@@ -284,8 +284,8 @@ int64_t local_numel(int64_t numel, int64_t shards, int64_t shard) {
 
 } // namespace
 
-// Input: format, shards, repairs, messages | threads << 2 | plain loops << 4 | a very long bucket << 5, scale,
-// numel (2), then for each message shard, room, entries and the bytes of its parts.
+// Input: format, shards, repairs, messages | threads << 2 | plain loops << 4 | a very long bucket << 5 | narrower
+// loops << 6, scale, numel (2), then for each message shard, room, entries and the bytes of its parts.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   fuzz::Input input(data, size);
   const int format = input.byte() % 5;
@@ -296,7 +296,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   const float scale = kScales[input.byte() % 5];
   const int64_t numel = input.word() % 700;
   const bool far = how & 32;
-  cddp_allow_simd(!(how & 16));
+  cddp_allow_simd(how & 16 ? 0 : how & 64 ? 1 : 2);
   std::vector<Message> messages;
   for (int m = 0; m < 1 + how % 3; ++m) {
     const int64_t shard = input.byte() % shards;

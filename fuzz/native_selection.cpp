@@ -40,14 +40,15 @@ std::vector<int64_t> by_sorting(const Exact<float> &sum, int64_t shards, const c
 
 } // namespace
 
-// Input: how (roughly, residual, in place, plain loops, 15 << 4: long), shards, numel (2), stride, two bytes for each shard's
-// ranges, then float bits.
+// Input: how (roughly, residual, in place, not the widest loops, 15 << 4: long), shards | loops << 7, numel (2),
+// stride, two bytes for each shard's ranges, then float bits.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   fuzz::Input input(data, size);
   const int how = input.byte();
   const bool exact = !(how & 1), with_residual = how & 2, in_place = (how & 6) == 6;
-  cddp_allow_simd(!(how & 8));
-  const int64_t shards = 1 + input.byte() % 3;
+  const int dealt = input.byte();
+  cddp_allow_simd(how & 8 ? dealt >> 7 : 2);
+  const int64_t shards = 1 + dealt % 3;
   const int64_t numel = input.word() % (how >> 4 == 15 ? 5000 : 300);
   const int64_t stride = 1 + 2 * input.byte();
 

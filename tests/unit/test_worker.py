@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
+import torch
 
 from compressed_ddp.communication import worker as module
 from compressed_ddp.communication.worker import Worker
+from compressed_ddp.types import SyncError
 
 
 def ends(name: str) -> bool:
@@ -28,7 +32,7 @@ def test_work_is_done_in_order_before_the_end() -> None:
     worker.close()
     assert done == list(range(100)) and ends("ordered")
     worker.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(SyncError, match="closed"):
         worker.submit(lambda: None)
 
 
@@ -37,6 +41,51 @@ def test_closed_from_its_own_thread() -> None:
     worker = Worker(lambda: True, "own")
     worker.submit(lambda: worker.close(5.0))
     assert ends("own")
+
+
+def test_closed_by_the_collector_while_it_looks_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may run on the worker's thread at any moment, and its owner's finalizer with it."""
+    monkeypatch.setattr(module, "_IDLE_SECONDS", 0.01)
+    worker: Worker
+
+    def alive() -> bool:
+        assert worker.close(5.0)  # it is this thread that ends
+        return True
+
+    worker = Worker(alive, "looking")
+    worker.submit(lambda: None)
+    assert ends("looking")
+
+
+def test_an_error_keeps_nothing_but_its_text() -> None:
+    """Its frames held the process group, and its future held it for ever."""
+
+    class Group:
+        pass
+
+    def fail() -> None:
+        group = Group()
+        groups.append(weakref.ref(group))
+        try:
+            raise RuntimeError("gloo's words")
+        except RuntimeError as error:
+            raise SyncError("ours") from error
+
+    groups: list[weakref.ref[Group]] = []
+    errors: list[BaseException] = []
+    worker = Worker(lambda: True, "failing")
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    worker.promise(future, torch.zeros(1), fail, errors.append)
+    worker.close()
+    [error] = errors
+    assert future.done()  # DDP reads it in C++; reading it here would put this frame into the traceback
+    assert error.__traceback__ is not None and "gloo's words" in str(error.__cause__)
+    assert groups[0]() is None
+    gone = weakref.ref(error)
+    errors.clear()
+    del error, future
+    gc.collect()
+    assert gone() is None
 
 
 def test_ends_when_the_process_group_is_gone_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,9 +101,6 @@ def test_ends_when_the_process_group_is_gone_and_starts_again(monkeypatch: pytes
 
 
 def test_an_idle_worker_does_not_keep_its_work_alive() -> None:
-    import gc
-    import weakref
-
     class Owner:
         def act(self) -> None:
             pass

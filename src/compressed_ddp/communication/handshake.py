@@ -45,8 +45,9 @@ def agree(transport: Transport, device: torch.device, prepare: Callable[[], tupl
     problem: Exception | None = None
     try:
         result, told = prepare()
+        json.dumps(told)  # what cannot be told is this rank's own error too
     except Exception as error:
-        problem = error
+        problem, told = error, {}
     try:
         handshake(transport, {"problem": problem and str(problem), **told}, device)
     except SyncError:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..types import SyncError
 
 _IDLE_SECONDS = 0.5
 """How often an idle worker looks whether its process group still exists."""
@@ -30,6 +33,17 @@ def _end_all(timeout: float = 5.0) -> None:
         thread.join(timeout)
 
 
+def _empty_frames(error: BaseException | None) -> None:
+    """Drop the local variables of all that has failed; the traceback's text stays.
+
+    They hold the process group. As long as someone does, its sockets stay open, and peers wait for this rank
+    until they time out.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 class Worker:
     """Runs submitted work one after the other on a thread of its own.
 
@@ -42,14 +56,15 @@ class Worker:
         self._queue: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._serving = False
-        self._lock = threading.Lock()
+        # Whoever holds it may be interrupted by the garbage collector, on the same thread, and that by close.
+        self._lock = threading.RLock()
         self.closed = False
 
     def submit(self, work: Callable[[], Any]) -> None:
         """Queue ``work``; it must deal with its own errors."""
         with self._lock:
             if self.closed:
-                raise RuntimeError("this worker is closed")
+                raise SyncError("this worker is closed; build a new DistributedDataParallel to go on")
             if not self._serving:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 _threads[self._thread] = self._queue
@@ -65,22 +80,27 @@ class Worker:
         failed: Callable[[Exception], None],
     ) -> None:
         """Queue ``work``; then ``future`` completes with ``result``, or with an error that ``failed`` saw."""
+        # This frame is part of an error's traceback. If it still held the future, which then holds the error,
+        # neither would ever be freed: the collector does not see through torch's futures.
+        promised = [future]
 
         def run() -> None:
             try:
                 work()
             except Exception as error:
+                _empty_frames(error)
                 failed(error)
-                future.set_exception(error)  # type: ignore[arg-type]
+                promised.pop().set_exception(error)  # type: ignore[arg-type]
             else:
-                future.set_result(result)
+                promised.pop().set_result(result)
 
         self.submit(run)
 
     def close(self, timeout: float | None = None) -> bool:
         """Finish what is queued, then end the thread; whether it has ended within ``timeout``.
 
-        Safe to call twice, and from any thread.
+        Safe to call twice, and from any thread. On the worker's own thread, where its owner's last
+        reference may go, it says yes: this was the last that it did.
         """
         with self._lock:
             self.closed = True
@@ -88,9 +108,9 @@ class Worker:
         if thread is None:
             return True
         self._queue.put(None)
-        # The garbage collector may run its owner's finalizer on this very thread.
-        if thread is not threading.current_thread():
-            thread.join(timeout)
+        if thread is threading.current_thread():
+            return True
+        thread.join(timeout)
         return not thread.is_alive()
 
     def _run(self) -> None:

@@ -60,10 +60,7 @@ def check_state(
             for name, tensor in tensors.items():
                 if name not in shapes:
                     raise ValueError(f"state has a {what} for {name!r}, which this model does not have")
-                if isinstance(tensor, Tensor) and tensor.shape != shapes[name]:
-                    found, wanted = tuple(tensor.shape), tuple(shapes[name])
-                    raise ValueError(f"{what} of {name!r} has shape {found}, the parameter {wanted}")
-                check_tensor(f"{what} of {name!r}", tensor)
+                check_tensor(f"{what} of {name!r}", tensor, shapes[name])
         buckets = [SavedBucket.from_dict(bucket) for bucket in _buckets(state)]
         for bucket in buckets:
             _check_bucket(bucket, rank, world_size, shapes)
@@ -118,10 +115,7 @@ def check_local(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> M
                     raise ValueError(
                         f"{what}: {name!r} is in the {where} alone; was it saved from another model?"
                     )
-                if isinstance(tensors[name], Tensor) and tensors[name].shape != shapes[name]:
-                    found, wanted = tuple(tensors[name].shape), tuple(shapes[name])
-                    raise ValueError(f"{what} of {name!r} has shape {found}, the parameter {wanted}")
-                check_tensor(f"{what} of {name!r}", tensors[name])
+                check_tensor(f"{what} of {name!r}", tensors[name], shapes[name])
     return local
 
 
@@ -160,14 +154,17 @@ def _check_bucket(bucket: SavedBucket, rank: int, world_size: int, shapes: Mappi
         )
 
 
-def check_tensor(what: str, tensor: object) -> None:
-    """Raises ValueError, naming ``what``, unless ``tensor`` is one of finite floats."""
+def check_tensor(what: str, tensor: object, shape: torch.Size | None = None) -> None:
+    """Raises ValueError, naming ``what``, unless ``tensor`` is one of finite floats, and of ``shape``."""
     if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
         raise ValueError(f"{what} is not a floating point tensor: this state is damaged")
+    if shape is not None and tensor.shape != shape:
+        raise ValueError(f"{what} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}")
     if tensor.layout is not torch.strided or tensor.is_meta:
         raise ValueError(f"{what} is a tensor without entries of its own: this state is damaged")
-    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():  # a few bytes, many times
-        raise ValueError(f"{what} has {tensor.numel():,} entries and not as many numbers: damaged state")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        # Looking at it would take as much memory as it claims to have.
+        raise ValueError(f"{what} repeats a few entries {tensor.numel():,} times: this state is damaged")
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError(f"{what} has NaN or infinite entries: this state is damaged")
 
@@ -248,9 +245,11 @@ def _resharded(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dic
                 total += debt / world_size
             residuals[name] = total * (world_size / old)
         kept = states[rank]["kept"] if rank < old else _mean([state["kept"] for state in states])
+        missed = [state.get("missed", {}) for state in states]
         new.append(
             dict(states[min(rank, old - 1)])
             | {"rank": rank, "world_size": world_size, "residuals": residuals, "kept": kept, "buckets": []}
+            | {"missed": missed[rank] if rank < old else _mean_counts(missed)}
         )
     if ESTIMATE in new[0]["kept"]:
         agreed = _mean([{AGREED: state["kept"][ESTIMATE]} for state in new])
@@ -291,6 +290,12 @@ def _mean(kept: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[
         }
         for what, every in names.items()
     }
+
+
+def _mean_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Every name's mean; one that is not there counts as zero."""
+    names = sorted({name for each in counts for name in each})
+    return {name: round(sum(each.get(name, 0) for each in counts) / len(counts)) for name in names}
 
 
 def _folded(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,0 +1,63 @@
+"""Short versions of the long runs: the same programs, with small numbers. Nothing about time or memory."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from pool import Pool
+from stress_jobs import close_at_once
+
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="Linux's /proc says what a process holds"
+)
+
+
+def run(folder: Path, script: str, *flags: str) -> str:
+    command = [sys.executable, str(EXPERIMENTS / script), "--out", str(folder), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_short_soak(tmp_path: Path) -> None:
+    """Three lives, two kills: identical replicas, nothing lost, threads and descriptors constant."""
+    numbers = "--minutes 0.11 --quiet 0 --between 2 3 --pace 0.005 --save-every 15 --rewrap-every 20"
+    said = run(
+        tmp_path, "soak.py", *numbers.split(), *"--overflow-every 3 --sample-seconds 0.2 --timeout 30".split()
+    )
+    assert said.endswith("PASS\n")
+    verdicts = {row["check"]: row for row in read(tmp_path / "soak_summary.csv")}
+    assert verdicts.pop("memory")["verdict"] == "not judged"  # seconds say nothing about a slope
+    checks = ["lives", "training", "replicas", "conservation", "survivors", "threads left", "threads", "fds"]
+    assert {name: row["verdict"] for name, row in verdicts.items()} == dict.fromkeys(checks, "PASS")
+    assert "3 lives, 2 kills" in verdicts["lives"]["found"]
+    assert verdicts["survivors"]["found"].startswith("6 of 6")
+    samples = read(tmp_path / "soak.csv")
+    assert set(samples[0]) == {"time", "rank", "life", "step", "rss", "anonymous", "threads", "fds"}
+    assert {(row["life"], row["rank"]) for row in samples} == {(a, b) for a in "012" for b in "0123"}
+
+
+def test_a_short_stress(tmp_path: Path) -> None:
+    """Every way to end a synchroniser at least twice, and the worker thread alone."""
+    said = run(tmp_path, "stress.py", "--rounds", "30", "--worker-rounds", "60")
+    assert "PASS: " in said
+    rows = read(tmp_path / "stress.csv")
+    counts = Counter({row["check"]: int(row["rounds"]) for row in rows})
+    assert counts.pop("all") == counts.total() == 90 and counts.pop("the worker thread alone") == 60
+    assert len(counts) == 12 and min(counts.values()) >= 2
+
+
+def test_two_threads_close_at_once(pool: Pool) -> None:
+    """The second one must not take the user's own groups down: for torch, no group means all of them."""
+    assert pool.run(2, close_at_once) == [True, True]
