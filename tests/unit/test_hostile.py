@@ -240,6 +240,14 @@ def test_damaged_states_are_not_resharded(what: str) -> None:
         reshard_states(good, 3)
 
 
+@pytest.mark.parametrize("missed", [torch.zeros(1).expand(10**9), {"w": torch.tensor(1)}, {"w": -1}, None])
+def test_missed_steps_that_nobody_counted(missed: Any) -> None:
+    good = states()
+    good[1]["missed"] = missed
+    with pytest.raises(ValueError, match="damaged state"):
+        reshard_states(good, 3)
+
+
 @pytest.mark.parametrize("what", ["ratio", "config"])
 def test_ratios_that_no_run_had(what: str) -> None:
     state = {"ratio": 0.1, "config": {"ratio": 0.1}}

@@ -245,7 +245,7 @@ def _resharded(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dic
                 total += debt / world_size
             residuals[name] = total * (world_size / old)
         kept = states[rank]["kept"] if rank < old else _mean([state["kept"] for state in states])
-        missed = [state.get("missed", {}) for state in states]
+        missed = [_missed(state) for state in states]
         new.append(
             dict(states[min(rank, old - 1)])
             | {"rank": rank, "world_size": world_size, "residuals": residuals, "kept": kept, "buckets": []}
@@ -290,6 +290,14 @@ def _mean(kept: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[
         }
         for what, every in names.items()
     }
+
+
+def _missed(state: Mapping[str, Any]) -> Mapping[str, int]:
+    """How many steps each parameter was not there for; none in states of older versions."""
+    missed: Mapping[str, int] = state.get("missed", {})
+    for name, count in missed.items():
+        check_count(f"the number of steps that {name!r} missed", count)
+    return missed
 
 
 def _mean_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
