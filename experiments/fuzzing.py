@@ -5,7 +5,8 @@
 
 Builds in --work, where corpora stay for the next time, and writes a row a target to fuzz.csv in --out. What
 crashes (anything that a target, a sanitizer or a limit of time or memory objects to) is kept there as a file,
-and the exit status is 1. docs/fuzzing.md says what the targets hold decoders to.
+and the exit status is 1. A target that cannot run here, or that is interrupted, writes no row, and the exit
+status is 2. --table prints the rows as docs/fuzzing.md has them, which says what decoders are held to.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import rows
@@ -34,6 +37,8 @@ sys.path.insert(0, str(FUZZ))
 
 TARGETS = {"native_messages": 10_000_000, "native_selection": 500_000, "python_messages": 1_000_000}
 """How many executions each gets."""
+INTERRUPTED = 72
+"""libFuzzer's exit status after SIGINT or SIGTERM."""
 SLICE = 500_000
 """Executions of one process: the next begins with what it kept."""
 LENGTH = {"native_messages": 400, "native_selection": 300, "python_messages": 700}
@@ -57,6 +62,10 @@ if platform.machine() in ("x86_64", "AMD64", "amd64"):
 
 class Missing(Exception):
     """Something that fuzzing needs is not on this machine."""
+
+
+class Interrupted(Exception):
+    """Someone ended a fuzzer: nothing was found, and what it did is not what was asked for."""
 
 
 def run(command: Sequence[str | Path], **more: object) -> subprocess.CompletedProcess[str]:
@@ -164,36 +173,43 @@ def check_python() -> None:
 
 
 def fuzz(
-    command: Sequence[str | Path], target: str, runs: int, corpus: Path, crashes: Path
+    command: Sequence[str | Path], target: str, runs: int, corpus: Path, crashes: Path, jobs: int = 1
 ) -> tuple[int, str]:
     """Run ``command`` for ``runs`` executions, or until one crashes: how many were, and edges reached."""
-    done, edges, seed = 0, "", 0
-    while done < runs and not any(crashes.iterdir()):
-        seed += 1
+    done, edges = 0, 0
+
+    def one_slice(seed: int) -> None:
+        nonlocal done, edges
+        if any(crashes.iterdir()):
+            return
         flags = [
-            f"-runs={min(SLICE, runs - done)}",
+            f"-runs={min(SLICE, runs - SLICE * seed)}",
             f"-max_len={LENGTH[target]}",
-            f"-seed={seed}",
-            "-timeout=60",
-            "-report_slow_units=60",  # what a busy machine held up is no finding
+            f"-seed={seed + 1}",
         ]
-        more = [f"-artifact_prefix={crashes}/", "-print_final_stats=1", "-verbosity=1", "-reduce_inputs=0"]
-        ended = run([*command, *flags, *more, corpus])
+        # Time is wall time: a busy or sleeping machine is not a slow decoder.
+        flags += ["-timeout=300", "-report_slow_units=300", f"-artifact_prefix={crashes}/"]
+        ended = run([*command, *flags, "-print_final_stats=1", "-reduce_inputs=0", corpus])
         counted = re.search(r"number_of_executed_units: (\d+)", ended.stderr)
-        if counted is None or (ended.returncode and not any(crashes.iterdir())):
-            (crashes / f"ended-{seed}.txt").write_text(ended.stdout + ended.stderr)
-        done += int(counted[1]) if counted else 0
-        edges = (re.findall(r"cov: (\d+)", ended.stderr) or [edges])[-1]
-        print(
-            f"{target}: {done:,} executions, {edges} edges, corpus {len(list(corpus.iterdir())):,}",
-            flush=True,
-        )
+        if not any(crashes.iterdir()):
+            if ended.returncode in (INTERRUPTED, -signal.SIGTERM, -signal.SIGINT):
+                raise Interrupted(f"a signal ended it after {done:,} executions or more; none had crashed")
+            if ended.returncode or counted is None:
+                (crashes / f"ended-{seed}.txt").write_text(ended.stdout + ended.stderr)
         if ended.returncode:
             print(ended.stderr[-3000:], file=sys.stderr)
-    return done, edges
+        done += int(counted[1]) if counted else 0
+        edges = max(edges, *map(int, re.findall(r"cov: (\d+)", ended.stderr)), 0)
+        print(
+            f"{target}: {done:,} executions, {edges} edges, {len(list(corpus.iterdir())):,} kept", flush=True
+        )
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one_slice, range(-(-runs // SLICE))))
+    return done, str(edges)
 
 
-def one_target(target: str, runs: int, work: Path) -> dict[str, object]:
+def one_target(target: str, runs: int, work: Path, jobs: int) -> dict[str, object]:
     import seeds
 
     corpus, crashes = work / f"corpus-{target}", work / f"crashes-{target}"
@@ -212,7 +228,7 @@ def one_target(target: str, runs: int, work: Path) -> dict[str, object]:
         check_python()
         command = [sys.executable, FUZZ / f"{target}.py"]
     start = time.perf_counter()
-    done, edges = fuzz(command, target, runs, corpus, crashes)
+    done, edges = fuzz(command, target, runs, corpus, crashes, jobs)
     seconds = time.perf_counter() - start
     found = len(list(crashes.iterdir()))
     lines = "" if found else native_lines(clang, target, work, corpus) if clang else python_lines(corpus)
@@ -227,36 +243,55 @@ def one_target(target: str, runs: int, work: Path) -> dict[str, object]:
     }
 
 
+def table(found: Sequence[Mapping[str, str]]) -> str:
+    """The rows of fuzz.csv in Markdown."""
+    lines = [
+        "| target | executions | seconds | edges | lines reached | crashes | commit | date |",
+        "|---" * 8 + "|",
+    ]
+    for row in sorted(found, key=lambda row: list(TARGETS).index(row["target"])):
+        figures = f"{int(row['executions']):,}", f"{int(row['seconds']):,}", row["edges"], row["lines"]
+        cells = f"`{row['target']}`", *figures, row["crashes"], row["commit"], row["date"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--runs", type=int, help="executions of each target, instead of the usual number")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at the same time")
     parser.add_argument(
         "--work", type=Path, default=ROOT / "build" / "fuzz", help="programs, corpora, crashes"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "results", help="where fuzz.csv goes")
+    parser.add_argument("--table", action="store_true", help="print what fuzz.csv says, and do nothing else")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
     options = parse()
+    if options.table:
+        print(table(rows.read(options.out / "fuzz.csv")))
+        return 0
     options.work.mkdir(parents=True, exist_ok=True)
     path, where = options.out / "fuzz.csv", origin()
-    crashed = False
+    crashed = missing = False
     for target in options.targets:
         try:
-            row = one_target(target, options.runs or TARGETS[target], options.work)
-        except Missing as missing:
-            print(f"{target} cannot run: {missing}", file=sys.stderr)
-            return 2
+            row = one_target(target, options.runs or TARGETS[target], options.work, options.jobs)
+        except (Missing, Interrupted) as what:
+            print(f"{target} has no result: {what}", file=sys.stderr)
+            missing = True
+            continue
         others = [old for old in rows.read(path) if old["target"] != target]
         path.unlink(missing_ok=True)
         rows.append(path, [*COLUMNS, "date", *where], [*others, row | where])
         print(f"{target}: {row['crashes']} crashes; lines reached: {row['lines']}")
         crashed |= bool(row["crashes"])
-    return int(crashed)
+    return 1 if crashed else 2 if missing else 0
 
 
 if __name__ == "__main__":

@@ -5,10 +5,14 @@ The native targets' short version is in tests/unit/test_sanitizers.py.
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+import experiment
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -101,3 +105,36 @@ def test_the_target_notices(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("compressed_ddp.wire.values.float_decode", lambda *given: decode(*given) + 1)
     with pytest.raises(AssertionError):
         one_input(bytes([0, at, messages.CHECKSUM if lie == "writes" else 0]) + message)
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    """Without clang: what to install, and no trace of a compiler's error."""
+    script = FUZZ.parent / "experiments" / "fuzzing.py"
+    folders = ["--work", str(tmp_path), "--out", str(tmp_path)]
+    command = [sys.executable, str(script), "--targets", "native_messages", *folders]
+    environment = {**os.environ, "PATH": str(tmp_path), "CLANGXX": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no clang++ on the PATH" in done.stderr and "apt-get install clang" in done.stderr
+    assert not (tmp_path / "fuzz.csv").exists()
+
+
+def test_the_page_has_the_last_figures() -> None:
+    """The page says what the file says: ``python experiments/fuzzing.py --table`` prints it."""
+    script = experiment.load("fuzzing")
+    found = script.rows.read(FUZZ.parent / "results" / "fuzz.csv")
+    assert found and all(row["crashes"] == "0" for row in found)
+    assert script.table(found) in (FUZZ.parent / "docs" / "fuzzing.md").read_text()
+
+
+def test_an_interrupted_fuzzer_is_no_crash(tmp_path: Path) -> None:
+    """Nor is it a result: a run that someone ended must not stand for one that was whole."""
+    script = experiment.load("fuzzing")
+    for status, found in (("exit 72", 0), ("kill -TERM $$", 0), ("exit 77", 1)):
+        corpus, crashes = tmp_path / status / "corpus", tmp_path / status / "crashes"
+        for folder in (corpus, crashes):
+            folder.mkdir(parents=True)
+        stopped = pytest.raises(script.Interrupted) if not found else nullcontext()
+        with stopped:
+            script.fuzz(["sh", "-c", status], "native_messages", 10, corpus, crashes)
+        assert len(list(crashes.iterdir())) == found

@@ -240,6 +240,14 @@ def test_damaged_states_are_not_resharded(what: str) -> None:
         reshard_states(good, 3)
 
 
+@pytest.mark.parametrize("missed", [torch.zeros(1).expand(10**9), {"w": torch.tensor(1)}, {"w": -1}, None])
+def test_missed_steps_that_nobody_counted(missed: Any) -> None:
+    good = states()
+    good[1]["missed"] = missed
+    with pytest.raises(ValueError, match="damaged state"):
+        reshard_states(good, 3)
+
+
 @pytest.mark.parametrize("what", ["ratio", "config"])
 def test_ratios_that_no_run_had(what: str) -> None:
     state = {"ratio": 0.1, "config": {"ratio": 0.1}}
@@ -318,5 +326,5 @@ def test_a_deep_manifest(tmp_path: Path) -> None:
 )
 def test_files_that_only_look_whole(tmp_path: Path, data: bytes) -> None:
     """A right hash over bytes that torch cannot read: no EOFError or KeyError reaches the user."""
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match=r"is damaged: [^;]"):
         checkpoint.read(write(tmp_path / "step-00000001", data), checkpoint.SHARED)
