@@ -64,7 +64,7 @@ SECTIONS = (
     Section(
         "methods",
         "Every method and value format",
-        "The same setting once more, with everything that the lab can compare, on one machine and in one run.",
+        "The same setting once more, with all that the lab can compare, on one machine and in one run.",
         grids=(("lab_methods", lab_tables.steps),),
     ),
     Section(
