@@ -145,6 +145,9 @@ class Worker:
         self.report["moved"] = any(bool(tensor.any()) for tensor in kept.values())
         if self.rank == 0:  # others end without a word, as programs do
             sync.close()
+            patience = time.monotonic() + 5  # the kernel lists a thread for a moment after it was joined
+            while used()["tasks"] > before["tasks"] and time.monotonic() < patience:
+                time.sleep(0.01)
             self.report["left"] = {what: n - before[what] for what, n in used().items()}
             dist.destroy_process_group()
 
