@@ -160,7 +160,7 @@ class Training:
 
     def _catch(self, number: int, view: Tensor, gradient: Tensor) -> Tensor:
         view.copy_(gradient.reshape(-1))
-        if self._poison is not None and number == self.step % 8:
+        if self._poison is not None and number == self.step % len(list(self.net.parameters())):
             gradient = gradient.clone()
             gradient.view(-1)[self.step % gradient.numel()] = self._poison
         return gradient

@@ -276,7 +276,7 @@ def one_round(number: int, rank: int, store: dist.Store, seed: int, expected: di
 
 
 def train_again(rank: int, config: CompressionConfig, expected: dict[str, str]) -> None:
-    """A new synchroniser gives the weights that it always gives."""
+    """A new synchroniser gives the weights that it always gives, and both ranks the same."""
     training = Training(rank, config)
     for _ in range(STEPS):
         training.step()
@@ -284,3 +284,8 @@ def train_again(rank: int, config: CompressionConfig, expected: dict[str, str]) 
     found = training.weights()
     if expected.setdefault(config.collective, found) != found:
         raise Broken(f"{config.collective}: other weights than in the first round")
+    mine = torch.frombuffer(bytearray.fromhex(found), dtype=torch.uint8)
+    rows = [torch.empty_like(mine) for _ in range(RANKS)]
+    dist.all_gather(rows, mine)
+    if not torch.equal(*rows):
+        raise Broken(f"{config.collective}: the ranks have different weights")

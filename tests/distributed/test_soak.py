@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import experiment
 import pytest
@@ -65,6 +67,22 @@ def test_the_page_has_the_tables_of_the_last_run() -> None:
     tables, page = experiment.load("soak_tables"), (ROOT / "docs" / "soak.md").read_text()
     for table in (tables.soak(), tables.stress()):
         assert table in page and "FAIL" not in table and "PASS" in table
+
+
+@pytest.mark.parametrize(("growth", "verdict"), [(0.0, "PASS"), (900.0, "PASS"), (1200.0, "FAIL")])
+def test_memory_that_grows_is_noticed(growth: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kilobytes an hour, on top of what comes and goes; what a warm-up takes does not count."""
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    checks: Any = importlib.import_module("soak_checks")
+    held = [200_000 + max(0, 300 - at) * -10 + growth * at / 3600 + (at % 7) * 20 for at in range(0, 1800, 5)]
+    samples = [checks.Sample(5.0 * i, 0, 0, i, int(rss), int(rss), 8, 24) for i, rss in enumerate(held)]
+    life = checks.Life(0, 1800)
+    found = {row.check: row.verdict for row in checks.verdicts([life], samples, 360)}
+    assert found["memory of rank 0 in life 0"] == verdict
+    assert found["threads"] == found["fds"] == "PASS" and found["replicas"] == found["conservation"] == "FAIL"
+    changed = [*samples, samples[-1]._replace(threads=9, fds=25)]
+    found = {row.check: row.verdict for row in checks.verdicts([life], changed, 360)}
+    assert found["threads"] == found["fds"] == "FAIL"
 
 
 def test_two_threads_close_at_once(pool: Pool) -> None:
