@@ -28,7 +28,6 @@ PICTURES = ROOT / "docs" / "pictures"
 GRIDS: dict[str, tuple[str, Callable[[Table], Grid | None]]] = {
     "steps": ("scalability_analysis", lab_tables.steps),
     "everywhere": ("scalability_analysis", lab_tables.everywhere),
-    "all-methods": ("lab_methods", lab_tables.steps),
     "steps-dilated": ("scalability_dilated", lab_tables.steps),
     "everywhere-dilated": ("scalability_dilated", lab_tables.everywhere),
     "traffic": ("scalability_analysis", lab_tables.traffic),

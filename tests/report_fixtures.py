@@ -165,7 +165,6 @@ def write_all(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / "scalability_analysis.csv", lab_rows())
     write(folder / "scalability_dilated.csv", lab_rows(10))
-    write(folder / "lab_methods.csv", lab_rows())
     write(folder / "benchmark_training.csv", training_rows())
     write(folder / "lab_training.csv", training_rows(lab=True))
     write(folder / "error_feedback.csv", feedback_rows())

@@ -62,12 +62,6 @@ SECTIONS = (
         (("scalability_analysis", lab_tables.steps), ("scalability_analysis", lab_tables.everywhere)),
     ),
     Section(
-        "methods",
-        "Every method and value format",
-        "The same setting once more, with all that the lab can compare, on one machine and in one run.",
-        grids=(("lab_methods", lab_tables.steps),),
-    ),
-    Section(
         "dilated",
         "The same with less to compute",
         "A tenth of the elements on links of a tenth of the rate takes the same time on the wire and a "

@@ -68,12 +68,6 @@ _MODEL = f"python experiments/cost_model.py --rows {_ROWS}"
 _ALL = (
     Source("scalability_analysis", _SCALABILITY, _LAB),
     Source("scalability_dilated", f"{_SCALABILITY} --dilate 10", _LAB),
-    Source(
-        "lab_methods",
-        "python experiments/scalability_analysis.py --hosts 8 --rates 1gbit --methods all "
-        "--out results/lab_methods.csv",
-        _LAB,
-    ),
     Source("benchmark_training", _TRAIN, _TRAINING),
     Source(
         "lab_training",
