@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: train test test-reference lint format lab-demo soak clean
+.PHONY: train test test-reference lint format lab-demo kill-points fuzz soak clean
 
 train: .venv/train.stamp
 	$(BIN)/compressed-ddp compare --config configs/digits.yaml --ratios 1,0.01
@@ -15,7 +15,7 @@ train: .venv/train.stamp
 # Tests of one process run two at a time, those of the application two files at a time; others alone.
 AGAIN := golden property/test_laws.py $(foreach what,compressors collectives wire state guard,unit/test_$(what).py)
 test: lint
-	$(BIN)/python -m pytest -n 2 tests/unit tests/property tests/golden
+	$(BIN)/python -m pytest -n 2 tests/unit tests/property tests/golden tests/test_*.py
 	$(BIN)/python -m pytest tests/distributed tests/lab
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/app
 	COMPRESSED_DDP_KERNELS=reference $(BIN)/python -m pytest -n 2 $(addprefix tests/,$(AGAIN))
@@ -40,6 +40,16 @@ lab-demo: .venv/train.stamp
 	  --methods none,plain,fp16,bf16,powersgd-1,writeup-sparse,ours-allgather-int8,ours-sharded-int8,ours-sharded-int4 \
 	  --out lab-demo.csv
 
+# About a quarter of an hour: kill -9 while checkpoints are written, 100 times at random and once before each
+# operation on a file. Rows in results/kill_points.csv.
+kill-points: .venv/train.stamp
+	$(BIN)/python experiments/kill_points.py
+
+# Every decoder under a coverage-guided fuzzer, about half an hour; needs clang with libFuzzer, and says so where
+# it is missing. Rows in results/fuzz.csv; `make test` has the short version. docs/fuzzing.md.
+fuzz: .venv/fuzz.stamp
+	$(BIN)/python experiments/fuzzing.py
+
 # Synchronisers closed, forgotten and destroyed at random moments (minutes); then an hour at a quarter of a
 # core with four workers, kills, overflows, other buckets. docs/soak.md
 soak: .venv/train.stamp
@@ -58,6 +68,10 @@ soak: .venv/train.stamp
 
 .venv/dev.stamp: .venv/torch.stamp pyproject.toml $(NATIVE)
 	$(PIP) --editable '.[dev]'
+	@touch $@
+
+.venv/fuzz.stamp: .venv/train.stamp
+	$(PIP) --editable '.[fuzz]'
 	@touch $@
 
 clean:

@@ -16,7 +16,7 @@
 namespace cddp {
 namespace {
 
-constexpr int64_t kTile = 4096; // elements: 16 KiB, half of a small first-level cache
+constexpr int64_t kTile = 8192; // elements: 32 KiB; shorter tiles end too often, and every end is a wrong guess
 
 constexpr int64_t kAhead = 48; // entries that are fetched before their turn: each lies in a line of its own
 
@@ -48,9 +48,15 @@ public:
       : shard(piece.shard), piece_(piece),
         at_(std::lower_bound(piece.indices, piece.indices + piece.count, from) - piece.indices) {}
 
-  // Hands over the next entries, until use(index, value) refuses one or there are no more.
-  template <typename Use> void feed(const Use &use) {
-    while (at_ < piece_.count && use(piece_.indices[at_], piece_.values[at_])) ++at_;
+  // use(index, value) for the next entries as long as their index is in [from, to); returns how many.
+  template <typename Use> int64_t feed(int64_t from, int64_t to, const Use &use) {
+    const int64_t begin = at_;
+    for (; at_ < piece_.count; ++at_) {
+      const int64_t index = piece_.indices[at_];
+      if (index < from || index >= to) break;
+      use(index, piece_.values[at_]);
+    }
+    return at_ - begin;
   }
   int64_t shard;
 
@@ -67,12 +73,16 @@ public:
       : shard(message.shard), message_(message), indices_(indices), values_(values),
         at_(std::lower_bound(indices, indices + message.count, from) - indices), end_(at_) {}
 
-  template <typename Use> void feed(const Use &use) {
-    for (;; read()) {
-      for (; at_ < end_; ++at_)
-        if (!use(indices_[at_], value_[at_ % 64])) return;
-      if (at_ == message_.count) return;
+  // As above; `from` is known to be right, for indices increase.
+  template <typename Use> int64_t feed(int64_t, int64_t to, const Use &use) {
+    const int64_t begin = at_;
+    for (; at_ < message_.count; read()) {
+      int64_t at = at_;
+      for (; at < end_ && indices_[at] < to; ++at) use(indices_[at], value_[at & 63]);
+      at_ = at;
+      if (at < end_) break;
     }
+    return at_ - begin;
   }
   int64_t shard;
 
@@ -97,29 +107,28 @@ int64_t add_rounds(const Target &target, std::vector<Source> &sources, int64_t f
   const Loops &loop = loops();
   const int64_t width = kBlock * target.shards;
   const int64_t per_tile = std::max<int64_t>(1, kTile / width);
-  const bool one_shard = target.shards == 1;
   int64_t added = 0;
   // With many shards a round may be longer than a tile; then the tile is.
   std::vector<float> tile(static_cast<size_t>(per_tile * width + 16));
   for (int64_t round = first; round < last; round += per_tile) {
     const int64_t base = round * width;
-    const auto local = static_cast<uint64_t>(round * kBlock);
-    const auto size = static_cast<uint64_t>((std::min(round + per_tile, last) - round) * kBlock);
-    const auto n = static_cast<uint64_t>(std::min(base + static_cast<int64_t>(size) * target.shards, target.numel) - base);
+    const int64_t local = round * kBlock, size = (std::min(round + per_tile, last) - round) * kBlock;
+    const auto n = static_cast<size_t>(std::min(base + size * target.shards, target.numel) - base);
     std::memset(tile.data(), 0, n * sizeof(float));
     for (Source &source : sources) {
-      const auto mine = static_cast<uint64_t>(source.shard * kBlock);
-      source.feed([&](int64_t index, float value) {
-        const uint64_t i = static_cast<uint64_t>(index) - local;
-        const uint64_t place = one_shard ? i : i / kBlock * static_cast<uint64_t>(width) + mine + i % kBlock;
-        if (i >= size || place >= n) return false; // the tile ends, or a last block that is not full
-        tile[place] += value * target.scale;
-        ++added;
-        return true;
-      });
+      // The last block of a shard need not be full.
+      const int64_t to = std::min(local + size, shard_numel(target.numel, target.shards, source.shard));
+      float *mine = tile.data() + source.shard * kBlock;
+      if (target.shards == 1)
+        added += source.feed(local, to, [&](int64_t index, float value) { mine[index - local] += value * target.scale; });
+      else
+        added += source.feed(local, to, [&](int64_t index, float value) {
+          const int64_t i = index - local;
+          mine[i / kBlock * width + i % kBlock] += value * target.scale;
+        });
     }
     float *to = target.out + base;
-    const uint64_t whole = reinterpret_cast<uintptr_t>(to) & 31 ? 0 : n & ~uint64_t{15};
+    const size_t whole = reinterpret_cast<uintptr_t>(to) & 31 ? 0 : n & ~size_t{15};
     loop.stream_copy(tile.data(), to, whole);
     std::memcpy(to + whole, tile.data() + whole, (n - whole) * sizeof(float));
   }
@@ -178,9 +187,9 @@ extern "C" int cddp_sum_messages(float *out, int64_t numel, int64_t shards, cons
   try {
     // Every message is checked before anything is written; its indices are kept from that.
     cddp::Scratch &scratch = cddp::Scratch::mine();
-    scratch.reserve(static_cast<size_t>(entries + 16 * n_messages) * sizeof(uint32_t));
+    scratch.reserve(static_cast<size_t>(entries + 32 * n_messages) * sizeof(uint32_t));
     std::vector<uint32_t *> indices;
-    for (int64_t m = 0; m < n_messages; ++m) indices.push_back(scratch.take<uint32_t>(messages[m].count));
+    for (int64_t m = 0; m < n_messages; ++m) indices.push_back(scratch.take<uint32_t>(messages[m].count + 16));
     struct Finding {
       int status;
       int64_t found;
@@ -190,8 +199,7 @@ extern "C" int cddp_sum_messages(float *out, int64_t numel, int64_t shards, cons
     cddp::in_parallel(readers, [&](int t) {
       for (auto m = static_cast<size_t>(t); m < findings.size(); m += static_cast<size_t>(readers)) {
         auto &[status, ones] = findings[m];
-        status = cddp::walk(messages[m], &ones,
-                            [&](uint64_t i, int64_t index) { indices[m][i] = static_cast<uint32_t>(index); });
+        status = cddp::read_indices(messages[m], indices[m], &ones);
         if (status == CDDP_OK) status = cddp::check_values(messages[m].values, messages[m].count, values);
       }
     });

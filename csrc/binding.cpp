@@ -90,7 +90,7 @@ NB_MODULE(_native, m) {
   using unlocked = nb::call_guard<nb::gil_scoped_release>;
   m.doc() = "The kernels in C++. Use compressed_ddp.kernels, which checks what goes in.";
   m.def("isa", &cddp_isa);
-  m.def("allow_simd", [](bool allow) { cddp_allow_simd(allow); });
+  m.def("allow_simd", &cddp_allow_simd);
   m.def("take_topk", &take_topk, unlocked());
   m.def("all_finite", &all_finite, unlocked());
   m.def("accumulate", &accumulate, unlocked());

@@ -3,26 +3,32 @@
 #include "segment.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <functional>
 
 namespace cddp {
 
-// By digits from the top.
+// By digits from the top, of what tells the keys apart: where they are alike they differ in few bits.
 Rank kth_largest(uint32_t *keys, int64_t n, int64_t rank) {
-  static constexpr int kShifts[3] = {20, 10, 0};
-  uint32_t prefix = 0;
   int64_t above = 0;
-  for (const int shift : kShifts) {
+  for (;;) {
     if (n <= 64) {
       std::nth_element(keys, keys + (rank - 1), keys + n, std::greater<uint32_t>());
       const uint32_t key = keys[rank - 1];
       return {key, above + std::count_if(keys, keys + n, [key](uint32_t other) { return other > key; })};
     }
-    const uint32_t mask = shift == 20 ? 0x7ffu : 0x3ffu;
+    auto bottom = static_cast<int32_t>(keys[0]), top = bottom; // signed ones are compared by vectors everywhere
+    for (int64_t i = 1; i < n; ++i) {
+      bottom = std::min(bottom, static_cast<int32_t>(keys[i]));
+      top = std::max(top, static_cast<int32_t>(keys[i]));
+    }
+    const auto least = static_cast<uint32_t>(bottom), most = static_cast<uint32_t>(top);
+    if (least == most) return {least, above};
+    const int shift = std::max(0, static_cast<int>(std::bit_width(most - least)) - 11);
     uint32_t counts[2048] = {};
-    for (int64_t i = 0; i < n; ++i) ++counts[keys[i] >> shift & mask];
-    uint32_t digit = mask;
+    for (int64_t i = 0; i < n; ++i) ++counts[(keys[i] - least) >> shift];
+    uint32_t digit = (most - least) >> shift;
     while (static_cast<int64_t>(counts[digit]) < rank) {
       rank -= counts[digit];
       above += counts[digit];
@@ -32,12 +38,10 @@ Rank kth_largest(uint32_t *keys, int64_t n, int64_t rank) {
     for (int64_t i = 0; i < n; ++i) {
       const uint32_t key = keys[i];
       keys[kept] = key;
-      kept += (key >> shift & mask) == digit;
+      kept += (key - least) >> shift == digit;
     }
     n = kept;
-    prefix |= digit << shift;
   }
-  return {prefix, above};
 }
 
 namespace {
@@ -81,16 +85,20 @@ int64_t sample_size(int64_t size) { return std::max<int64_t>(2048, sample_lines(
 
 void bracket(const Job &job, Segment &segment, uint32_t *keys, uint32_t *work) {
   const int64_t size = segment.size(), k = segment.quota.k;
-  segment.dense = k * 33 > size;
+  segment.dense = k * loops().dense_from > size;
   if (k == 0 || k == size) { // nothing, or everything: no threshold to find
     segment.low = segment.high = k == 0 ? kInfinity : 0;
     segment.capacity = k;
     return;
   }
   const int64_t n = sample(job, segment, keys);
-  const auto ranked = [&](int64_t rank) {
-    std::copy(keys, keys + n, work);
-    return std::min(kth_largest(work, n, rank).key, kInfinity - 1);
+  const auto ranked = [&](int64_t rank, uint32_t least = 0) { // which is known to be at least `least`
+    int64_t kept = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      work[kept] = keys[i];
+      kept += keys[i] >= least;
+    }
+    return std::min(kth_largest(work, kept, rank).key, kInfinity - 1);
   };
   if (n == size) { // small enough to look at everything: this is the k-th
     segment.low = ranked(k);
@@ -110,7 +118,7 @@ void bracket(const Job &job, Segment &segment, uint32_t *keys, uint32_t *work) {
   const double margin = 5.0 * std::sqrt(1.5 * rank) + 4.0;
   const int64_t low = std::min(n, static_cast<int64_t>(rank + margin) + 1);
   segment.low = ranked(low);
-  if (rank - margin >= 1.0) segment.high = ranked(static_cast<int64_t>(rank - margin)) + 1;
+  if (rank - margin >= 1.0) segment.high = ranked(static_cast<int64_t>(rank - margin), segment.low) + 1;
   // Twice what is expected to be listed, which for small ranks is several times k.
   segment.capacity = std::min(size, std::max(3 * k, 2 * (low * size / n)) + 256);
   // Many equal keys at the bracket's lower end: list what is above them, and fill up from them.

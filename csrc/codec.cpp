@@ -5,7 +5,10 @@
 #include "loops.h"
 #include "reading.h"
 
+#include <algorithm>
 #include <cstring>
+#include <memory>
+#include <new>
 
 namespace {
 
@@ -112,7 +115,12 @@ extern "C" int cddp_ef_encode(const int64_t *indices, int64_t count, int64_t num
 extern "C" int cddp_ef_decode(const uint8_t *data, int64_t capacity, int low_bits, int64_t bitmap_bytes,
                               int64_t numel, int64_t count, int64_t *indices, int64_t *found) {
   const cddp_message message{data, nullptr, count, 0, numel, capacity, low_bits, bitmap_bytes};
-  return cddp::walk(message, found, [&](uint64_t i, int64_t index) { indices[i] = index; });
+  const std::unique_ptr<uint32_t[]> narrow(new (std::nothrow) uint32_t[static_cast<size_t>(count) + 16]);
+  *found = 0;
+  if (!narrow) return CDDP_NO_MEMORY;
+  const int status = cddp::read_indices(message, narrow.get(), found);
+  if (status == CDDP_OK) std::copy(narrow.get(), narrow.get() + count, indices);
+  return status;
 }
 
 extern "C" void cddp_log_encode(const float *values, int64_t count, int bits, uint8_t *data) {

@@ -30,11 +30,12 @@ enum cddp_status {
 // How values travel: the wire format's own numbers.
 enum cddp_values { CDDP_FP32 = 0, CDDP_FP16 = 1, CDDP_BF16 = 2, CDDP_LOG8 = 3, CDDP_LOG4 = 4 };
 
-// Which code runs: "avx2", "neon" or "baseline". Chosen once, by what the processor can do.
+// Which code runs: "avx512", "avx2", "neon" or "baseline". Chosen by what the processor can do.
 const char *cddp_isa(void);
 
-// For tests and benchmarks: 0 runs the baseline loops even where better ones exist; 1 undoes it.
-void cddp_allow_simd(int allow);
+// For tests and benchmarks: the widest vectors that may be used where they exist. 0: those that every
+// processor has, 1: AVX2, 2: AVX-512, as at first.
+void cddp_allow_simd(int level);
 
 // --- selection ------------------------------------------------------------------------------
 

@@ -30,16 +30,43 @@ static inline int64_t position(Deal deal, int64_t local) {
   return local / kBlock * (kBlock * deal.shards) + deal.shard * kBlock + local % kBlock;
 }
 
+// Up to 8 bytes at `at`, little endian, never reading at or after `end`.
+static inline uint64_t load64(const uint8_t *at, const uint8_t *end) {
+  uint64_t word = 0;
+  if (end - at >= 8) {
+    std::memcpy(&word, at, 8);
+  } else if (end > at) {
+    std::memcpy(&word, at, static_cast<size_t>(end - at));
+  }
+  return word;
+}
+
+// Where a message's index part has what: `width` bits of each index from `low` on, then the bitmap.
+struct IndexPart {
+  const uint8_t *low, *bitmap, *end;
+  uint64_t width;
+};
+
+// Index number i, whose one is at `bit` of the bitmap. Past the low bits lies the bitmap, so a full
+// word is there for all but the last few.
+static inline uint64_t index_at(const IndexPart &part, uint64_t bit, uint64_t i) {
+  const uint64_t at = i * part.width, mask = (uint64_t{1} << part.width) - 1;
+  return (bit - i) << part.width | (load64(part.low + at / 8, part.end) >> at % 8 & mask);
+}
+
 struct Loops {
   const char *name;
 
+  // From one entry in so many elements on, `filter` is to be told that it is dense.
+  int64_t dense_from;
+
   // out[i] = r[i] + g[i] where its key is below `low`; elsewhere out[i] = 0, and (sum, first + i)
-  // is appended. Returns how many were appended; values and indices have room for n + 8.
+  // is appended. Returns how many were appended; values and indices have room for n + 16.
   // `dense`: expect many. `stream`: write past the caches.
   size_t (*filter)(const float *r, const float *g, float *out, size_t n, uint32_t first, uint32_t low,
                    float *values, uint32_t *indices, bool dense, bool stream);
 
-  // Appends the keys below `high` to `keys` (room for n + 8) and returns their number; `top` is
+  // Appends the keys below `high` to `keys` (room for n + 16) and returns their number; `top` is
   // raised to the largest key of all.
   size_t (*below)(const float *values, size_t n, uint32_t high, uint32_t *keys, uint32_t *top);
 
@@ -51,6 +78,14 @@ struct Loops {
 
   // The largest key of r + g (r may be null).
   uint32_t (*largest)(const float *r, const float *g, size_t n);
+
+  // How many bits of the bitmap are set.
+  int64_t (*count_ones)(const IndexPart &part);
+
+  // All `count` indices of a message, as many as its bitmap has ones; `indices` has room for 16 more.
+  // *last is the last one, and none has a larger upper part: only if it is below 2^32 are they right.
+  // Returns whether each is larger than the one before.
+  bool (*read_indices)(const IndexPart &part, int64_t count, uint32_t *indices, uint64_t *last);
 
   // to[i] = from[i], past the caches where that can be; n is a multiple of 16, `to` aligned to 32.
   void (*stream_copy)(const float *from, float *to, size_t n);
@@ -64,8 +99,9 @@ struct Loops {
 };
 
 extern const Loops baseline_loops;
-#ifdef CDDP_HAVE_AVX2
+#ifdef CDDP_HAVE_X86
 extern const Loops avx2_loops;
+extern const Loops avx512_loops;
 #endif
 
 // The best of them that this processor runs.

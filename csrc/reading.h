@@ -5,59 +5,20 @@
 #include "kernels.h"
 #include "loops.h"
 
-#include <bit>
 #include <cstring>
 
 namespace cddp {
 
-// Up to 8 bytes at `at`, little endian, never reading at or after `end`.
-static inline uint64_t load64(const uint8_t *at, const uint8_t *end) {
-  uint64_t word = 0;
-  if (end - at >= 8) {
-    std::memcpy(&word, at, 8);
-  } else if (end > at) {
-    std::memcpy(&word, at, static_cast<size_t>(end - at));
-  }
-  return word;
-}
-
-// Where a message's index part has what.
-struct IndexPart {
-  const uint8_t *low, *bitmap, *end;
-  uint64_t width, mask;
-
-  explicit IndexPart(const cddp_message &message)
-      : low(message.indices), bitmap(low + (message.low_bits * message.capacity + 7) / 8),
-        end(bitmap + message.bitmap_bytes), width(static_cast<uint64_t>(message.low_bits)),
-        mask((uint64_t{1} << width) - 1) {}
-
-  // Index number i, whose one is at `bit` of the bitmap. Past the low bits lies the bitmap, so a
-  // full word is there for all but the last few.
-  int64_t index(uint64_t bit, uint64_t i) const {
-    const uint64_t at = i * width;
-    return static_cast<int64_t>((bit - i) << width | (load64(low + at / 8, end) >> at % 8 & mask));
-  }
-};
-
-// visit(i, index) for every index of a message, all of it checked; see cddp_ef_decode for `found`.
-template <typename Visit> int walk(const cddp_message &message, int64_t *found, const Visit &visit) {
-  *found = 0;
-  const IndexPart part(message);
-  for (int64_t at = 0; at < message.bitmap_bytes; at += 8) *found += std::popcount(load64(part.bitmap + at, part.end));
+// Reads all indices of a message (room for 16 more), all of it checked; see cddp_ef_decode for `found`.
+static inline int read_indices(const cddp_message &message, uint32_t *indices, int64_t *found) {
+  const uint8_t *bitmap = message.indices + (message.low_bits * message.capacity + 7) / 8;
+  const IndexPart part{message.indices, bitmap, bitmap + message.bitmap_bytes, static_cast<uint64_t>(message.low_bits)};
+  *found = loops().count_ones(part);
   if (*found != message.count || message.count > message.capacity) return CDDP_WRONG_COUNT;
-  uint64_t i = 0;
-  int64_t last = -1;
-  bool increasing = true;
-  for (int64_t at = 0; at < message.bitmap_bytes; at += 8) {
-    for (uint64_t ones = load64(part.bitmap + at, part.end); ones; ones &= ones - 1, ++i) {
-      const int64_t index = part.index(static_cast<uint64_t>(at * 8 + std::countr_zero(ones)), i);
-      increasing &= index > last;
-      last = index;
-      visit(i, index);
-    }
-  }
-  if (message.count > 0 && last >= message.numel) {
-    *found = last;
+  uint64_t last = 0;
+  const bool increasing = loops().read_indices(part, message.count, indices, &last);
+  if (message.count > 0 && last >= static_cast<uint64_t>(message.numel)) {
+    *found = static_cast<int64_t>(last);
     return CDDP_OUT_OF_RANGE;
   }
   return increasing ? CDDP_OK : CDDP_NOT_INCREASING;

@@ -60,7 +60,7 @@ int64_t sample_size(int64_t size);
 void bracket(const Job &job, Segment &segment, uint32_t *keys, uint32_t *work);
 
 // finish.cpp: brings one segment's lists down to exactly k entries. Returns how many were taken, or -1
-// where an entry is not finite. keys has room for all that is listed, and 8 more.
+// where an entry is not finite. keys has room for all that is listed, and 16 more.
 int64_t finish(const Job &job, const Segment &segment, Lists lists, uint32_t *keys, float *values, int64_t *indices);
 
 } // namespace cddp

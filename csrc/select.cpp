@@ -20,8 +20,8 @@
 namespace cddp {
 namespace {
 
-constexpr int64_t kTile = 512;           // longest run given to one call of Loops::filter
-constexpr int64_t kSlack = kTile + 8;    // what a list needs beyond its capacity
+constexpr int64_t kTile = 2048;          // longest run given to one call of Loops::filter
+constexpr int64_t kSlack = kTile + 16;   // what a list needs beyond its capacity
 constexpr int64_t kStreamFrom = 1 << 19; // elements from which results are written past the caches
 
 // --- the pass ---------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ int take(const Job &job, const cddp_quota *quotas, int64_t n_quotas, float *valu
     room += list_room(segment) + 16;
     widest = std::max(widest, list_room(segment));
   }
-  const int64_t keys_room = n_threads * widest + 8;
+  const int64_t keys_room = n_threads * widest + 16;
   const auto n_lists = static_cast<int64_t>(n_threads) * n_quotas;
   Scratch &scratch = Scratch::mine();
   scratch.reserve(static_cast<size_t>(n_threads * (2 * room + 32 * n_quotas) + keys_room + 64) * 4);

@@ -19,9 +19,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # Read when torch is loaded. Its idle threads shall sleep: where one waits in a loop on a core that
 # the other needs, both lose milliseconds (the scheduler's), and every method after them does too.
@@ -30,6 +30,19 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 os.environ["COMPRESSED_DDP_KERNELS"] = "native"
 
 import torch
+from kernel_report import (
+    MESSAGES,
+    MOVED,
+    PASS,
+    RATIOS,
+    TAKES,
+    THREADS,
+    Book,
+    Row,
+    draw,
+    print_memory,
+    targets_table,
+)
 from origin import origin
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor, nn
@@ -39,25 +52,6 @@ from compressed_ddp.kernels import CodedEntries, _native, native, reference
 from compressed_ddp.layout import BucketLayout, Partition, partition
 from compressed_ddp.types import Payload, Stamp
 
-RATIOS = (0.1, 0.01, 0.001)
-THREADS = (1, 2)
-MESSAGES = 8
-PASS = "add_ (one pass)"
-MOVED = {PASS: 12, "read": 4, "copy_": 8, "zero_": 4}
-"""Bytes an element that the memory moves."""
-TAKES = {
-    "naive torch": "torch, as usually written",
-    "torch.topk": "torch.topk alone",
-    "reference": "kernels.reference",
-    "native baseline": "native, without SIMD",
-    "select": "select alone",
-    "take_ in place": "take_, in place",
-    "native 4 shards": "native, 4 shards",
-    "take_ out=": "take_, with out=",
-    "native": "native (in training)",
-    "native exact=False": "native, exact=False",
-}
-"""Ways to select, and what the picture calls them."""
 COLUMNS = (
     *("kind", "method", "distribution", "elements", "ratio", "entries", "threads"),
     *("calls", "best_ms", "median_ms", "passes", "median_passes", "gb_per_s", "index_bits", "entropy_bits"),
@@ -65,7 +59,6 @@ COLUMNS = (
 )
 
 Data = tuple[Tensor, Tensor]  # residual and gradient
-Row = dict[str, Any]
 
 
 class Effort(NamedTuple):
@@ -193,7 +186,7 @@ def take_methods(setting: Setting, data: Data, out: Tensor, work: Tensor) -> Ite
         "native exact=False": lambda: native.take_topk(residual, gradient, out, whole, exact=False),
     }
     before: dict[str, Callable[[], object]] = {
-        "native baseline": lambda: _native.allow_simd(False),
+        "native baseline": lambda: _native.allow_simd(0),
         "take_ in place": lambda: work.copy_(residual),
     }
     for name in TAKES:
@@ -262,7 +255,7 @@ def call(method: Method) -> float:
     start = time.perf_counter()
     result = method.run()
     spent = time.perf_counter() - start
-    _native.allow_simd(True)
+    _native.allow_simd(2)
     del result  # not in the time: who called still has a use for it
     return spent
 
@@ -310,32 +303,6 @@ def plan(sizes: list[int]) -> list[Setting]:
     return [Setting(kind, n, ratio) for ratio in RATIOS for kind, ns in kinds.items() for n in ns]
 
 
-# --- telling -------------------------------------------------------------------------------
-
-
-class Book:
-    """All rows, by what they are about."""
-
-    def __init__(self, rows: list[Row]) -> None:
-        self._rows = {
-            (row["method"], row["distribution"], row["elements"], row["ratio"], row["threads"]): row
-            for row in rows
-        }
-        self.sizes = sorted({row["elements"] for row in rows})
-
-    def row(
-        self, method: str, ratio: float, n: int = 0, *, kind: str = "gaussian", threads: int = 1
-    ) -> dict[str, Any]:
-        """``n`` is the largest size if it is left out."""
-        return self._rows[method, kind, n or self.sizes[-1], ratio, threads]
-
-    def ms(self, *about: Any, **more: Any) -> float:
-        return float(self.row(*about, **more)["best_ms"])
-
-    def passes(self, *about: Any, **more: Any) -> float:
-        return float(self.row(*about, **more)["passes"])
-
-
 def print_setting(setting: Setting, rows: list[Row]) -> None:
     print(f"\n{setting.distribution}, n = {setting.n:,}, ratio {setting.ratio}: best, and passes")
     print(f"{'':<22}" + "".join(f"{f'{threads} thread(s)':>24}" for threads in THREADS))
@@ -345,121 +312,7 @@ def print_setting(setting: Setting, rows: list[Row]) -> None:
     sys.stdout.flush()
 
 
-def print_memory(book: Book) -> None:
-    print("\nmemory: GB/s, best\n")
-    print(f"| elements | threads | {' | '.join(MOVED)} |\n|---|---|{'---|' * len(MOVED)}")
-    for n in book.sizes:
-        for threads in THREADS:
-            speeds = [book.row(name, 0.01, n, threads=threads)["gb_per_s"] for name in MOVED]
-            print(f"| {n:,} | {threads} | {' | '.join(speeds)} |")
-
-
-def targets(book: Book) -> Iterator[tuple[str, str, str]]:
-    """What was aimed at in the largest size with one thread, and what was reached."""
-    kinds = ("gaussian", "heavy", "real")
-    for ratio, most in ((0.01, 1.5), (0.001, 1.3), (0.1, 2.2)):
-        found = [book.passes("native", ratio, kind=kind) for kind in kinds]
-        cells = [f"{passes:.2f} {kind}" for passes, kind in zip(found, kinds, strict=True)]
-        yield f"native take at {ratio}, passes", f"at most {most}", ", ".join(cells)
-    take = book.ms("native", 0.01)
-    found = [
-        book.ms("native", 0.01, kind=kind) / book.ms("native", 0.01, kind=kind, threads=2) for kind in kinds
-    ]
-    cells = [f"{times:.2f} {kind}" for times, kind in zip(found, kinds, strict=True)]
-    own = book.ms(PASS, 0.01) / book.ms(PASS, 0.01, threads=2)
-    what = "native take at 0.01, 2 threads against 1"
-    yield what, "at least 1.4", f"{', '.join(cells)} (add_ itself: {own:.2f} gaussian)"
-    naive_ms = book.ms("naive torch", 0.01)
-    cell = f"{naive_ms / take:.1f} (one pass would be {naive_ms / book.ms(PASS, 0.01):.1f})"
-    yield "naive torch / native take at 0.01", "at least 60", cell
-    encode, all_ = book.ms("encode", 0.01), book.ms(f"zero, decode, add {MESSAGES}", 0.01)
-    one = f"decode and add one message of {MESSAGES}, zeros included"
-    yield f"(encode + {one}) / take at 0.01", "at most 0.25", f"{(encode + all_ / MESSAGES) / take:.2f}"
-    bound = 1.5 * book.ms("zero_", 0.01) + 0.5 * book.ms(PASS, 0.01)
-    yield (
-        f"zero, decode and add {MESSAGES} messages at 0.01, ms",
-        f"at most {bound:.1f} (1.5 zero_ + 0.5 add_)",
-        f"{all_:.1f}",
-    )
-    for ratio, bits in ((0.01, 8.7), (0.001, 12.1)):
-        row = book.row("encode", ratio)
-        cell = f"{row['index_bits']} (least possible: {row['entropy_bits']})"
-        yield f"index bits an entry at {ratio}", f"at most {bits}", cell
-    small = book.row("take_ out=", 0.01, 25_000)
-    cell = f"{float(small['best_ms']) * 1e3:.0f} (median {float(small['median_ms']) * 1e3:.0f})"
-    yield "take_ of 25,000 elements at 0.01, microseconds", "below 60", cell
-
-
-def print_targets(book: Book) -> None:
-    print(f"\nn = {book.sizes[-1]:,}, one thread, unless said otherwise\n")
-    print("| | target | reached |\n|---|---|---|")
-    for line in targets(book):
-        print(f"| {' | '.join(line)} |")
-
-
-def draw(book: Book, path: Path) -> None:
-    """Passes by method in the largest size, and by size for two methods."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import NullFormatter
-
-    colours = dict(zip(RATIOS, ("#1f4e79", "#2a9d8f", "#e9a23b"), strict=True))
-    red, styles = "#c0392b", {"reference": "o--", "native": "s-"}
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 6.8), width_ratios=(3, 2), layout="constrained")
-    height = 0.27
-    for at, ratio in enumerate(RATIOS):
-        places = [height * (at - 1) + i for i in range(len(TAKES))]
-        passes = [book.passes(name, ratio) for name in TAKES]
-        bars = left.barh(places, passes, height, color=colours[ratio], label=f"ratio {ratio:g}")
-        labels = [f"{value:.0f}" if value >= 10 else f"{value:.2f}" for value in passes]
-        left.bar_label(bars, labels, padding=3, fontsize=8)
-    left.set_yticks(range(len(TAKES)), list(TAKES.values()))
-    left.set_ylim(len(TAKES) - 0.5, -0.5)
-    left.set_xscale("log")
-    left.set_xlim(0.7, 2 * max(book.passes(name, ratio) for name in TAKES for ratio in RATIOS))
-    left.set_xlabel("passes over memory")
-    left.set_title(f"{book.sizes[-1] / 1e6:g} million elements", fontsize=11)
-    left.legend(loc="lower right", frameon=False)
-
-    for ratio in RATIOS:
-        for name, style in styles.items():
-            passes = [book.passes(name, ratio, n) for n in book.sizes]
-            right.plot(book.sizes, passes, style, color=colours[ratio], markersize=5)
-    right.set_xscale("log")
-    right.set_yscale("log")
-    right.set_xticks(book.sizes, [f"{n / 1e6:.3g} M" if n >= 1e6 else f"{n // 1000} k" for n in book.sizes])
-    right.xaxis.set_minor_formatter(NullFormatter())
-    right.set_ylim(0.7)
-    right.set_xlabel("elements")
-    right.set_ylabel("passes over memory")
-    right.set_title("By size", fontsize=11)
-    for ratio in RATIOS:
-        right.plot([], [], color=colours[ratio], linewidth=5, label=f"ratio {ratio:g}")
-    for name, style in styles.items():
-        right.plot([], [], style, color="#444444", markersize=5, label=TAKES[name])
-    right.legend(frameon=False, fontsize=8.5)
-
-    left.axvline(1, color=red, linewidth=1.3)
-    right.axhline(1, color=red, linewidth=1.3)
-    for axis in (left.xaxis, right.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter(NullFormatter())
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="both" if axes is right else "x", color="#e2e2e2", linewidth=0.6)
-        axes.set_axisbelow(True)
-    figure.suptitle(
-        "Top-K with error feedback: time in passes over memory\n"
-        "Red: one pass, residual.add_(gradient). Gaussian data, one thread, best of all calls.",
-        fontsize=11,
-    )
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -467,7 +320,11 @@ def main() -> None:
         "--out", type=Path, default=Path("results"), help="folder to write to (default: results)"
     )
     parser.add_argument("--quick", action="store_true", help="few small settings: that it works, no figures")
-    arguments = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
     efforts, hidden = (QUICK, 64) if arguments.quick else (EFFORT, 3584)
     start, about = time.perf_counter(), origin()
     about["machine"] += f", {native.isa()}"
@@ -487,7 +344,7 @@ def main() -> None:
     book = Book(rows)
     draw(book, path.with_suffix(".png"))
     print_memory(book)
-    print_targets(book)
+    print(f"\n{targets_table(book)}")
     print(f"\nwrote {path} and its picture in {time.perf_counter() - start:.0f} s")
 
 

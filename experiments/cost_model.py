@@ -6,7 +6,8 @@ predicts the other part, which it has not seen: by default all runs with 8 hosts
 between the fewest and the most and are as oversubscribed as the rates allow. Then it says what a step
 takes with 32 to 4,096 workers that have their own cores, from 10 Mbit/s to 400 Gbit/s.
 
-    python experiments/cost_model.py          # results/cost_model.csv, _check.csv, _map.csv and .png
+    python experiments/cost_model.py --rows results/scalability_analysis.csv results/scalability_dilated.csv
+    # writes results/cost_model.csv, _check.csv, _map.csv and .png
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def rule(text: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -196,7 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--compute", type=float, default=0.05, help="seconds a step of the map (default: 0.05)")
     add("--latency", type=float, default=ROUND, help="seconds a round of the map (default: %(default)g)")
     add("--out", type=Path, default=ROOT / "results", help="folder (default: results)")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
     rows = []
     for path in options.rows:
         with path.open(newline="") as file:

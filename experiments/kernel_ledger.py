@@ -19,6 +19,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def print_table(rows: list[Row]) -> None:
         print(f"| {collective}, times faster | {' | '.join(quotients)} |")
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -148,7 +149,11 @@ def main() -> None:
     add("--steps", type=int, default=20, help="steps that count (default: 20)")
     add("--warm-up", type=int, default=5, help="steps before them (default: 5)")
     add("--repeats", type=int, default=3, help="how often each job runs (default: 3)")
-    arguments = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     about, rows = origin(), []
     for repeat in range(1, arguments.repeats + 1):

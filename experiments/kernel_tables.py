@@ -5,9 +5,12 @@ python experiments/kernel_tables.py            # writes them into docs/kernels.m
 
 from __future__ import annotations
 
+import argparse
 import csv
 import statistics
+from collections.abc import Sequence
 
+from kernel_report import Book, targets_table
 from pages import ROOT, fill
 
 Row = dict[str, str]
@@ -66,6 +69,11 @@ def codecs() -> str:
     return "\n".join(lines)
 
 
+def targets() -> str:
+    """What was aimed at, and whether it was reached."""
+    return targets_table(Book.read(ROOT / "results" / "benchmark_compression.csv"))
+
+
 PHASES = ("select", "encode", "wait", "decode", "exposed", "step")
 
 
@@ -86,8 +94,21 @@ def ledger(rows: list[Row] | None = None) -> str:
     return "\n".join(lines)
 
 
+def tables() -> dict[str, str]:
+    """All tables of docs/kernels.md, by mark."""
+    return {"take": takes(), "codec": codecs(), "targets": targets(), "ledger": ledger()}
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    return parser.parse_args(arguments)
+
+
 def main() -> None:
-    for name, table in (("take", takes()), ("codec", codecs()), ("ledger", ledger())):
+    parse()
+    for name, table in tables().items():
         fill("docs/kernels.md", name, table)
 
 

@@ -1,7 +1,8 @@
 """Bytes that one worker sends for a bucket of a million elements, by every compressor and collective.
 
 Real messages through the in-process network, counted by the ledger, beside a dense ring all-reduce. Sizes
-depend on nothing but the bucket, so any machine gives the same figures.
+depend on nothing but the bucket, so any machine gives the same figures; rows name it all
+the same, as all rows do.
 
     python experiments/message_sizes.py            # writes results/message_sizes.csv
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +58,22 @@ def sent(options: dict[str, Any], way: str, world: int, layout: BucketLayout) ->
     return run_in_process(world, work)[0]
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, default=8, help="workers of the network (default: 8)")
     parser.add_argument("--out", type=Path, default=Path("results/message_sizes.csv"), help="where to write")
-    arguments = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
     torch.set_num_threads(1)
     side, world = 1000, arguments.workers
     layout = BucketLayout(("weight",), (torch.Size([side, side]),))
     ring = 2 * (world - 1) * layout.numel * 4 // world
     about = {"workers": world, "elements": layout.numel, "ring_bytes": ring, **origin()}
-    del about["machine"]  # any machine gives the same
     rows = []
     for options in ROWS:
         compressor = from_config(CompressionConfig(**options))

@@ -6,7 +6,7 @@ ResNet-18 on a part of CIFAR-10. Every method chooses its learning rate on train
 1 %, among as many as any other. One CSV row a run, written as it ends; started again, it goes on.
 
     torchrun --standalone --nproc-per-node 4 experiments/methods.py --data-dir data
-    python experiments/methods.py --only-plot
+    python experiments/methods.py --only-plot        # the picture, and the tables of docs/methods.md
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import legacy
+import method_tables
 from origin import origin
 from pages import ROOT
 from rows import append, read
@@ -96,7 +95,7 @@ SGD = {
 ADAM = {
     "dense": Method({}),
     "no error feedback": NONE,
-    "write-up's error": topk(compressor=legacy.NAME, split_optimizer=False),
+    "write-up's error": topk(compressor=legacy.NAME, collective=legacy.NAME, split_optimizer=False),
     "error feedback, Adam behind it": topk(split_optimizer=False),
     "Adam in two halves": topk(),
     "fp32 values": VALUES["fp32"],
@@ -249,112 +248,7 @@ def work(options: argparse.Namespace) -> None:
                 print(*run, score, flush=True)
 
 
-# --- what came of it -----------------------------------------------------------------------
-
-
-class Result(NamedTuple):
-    """The runs of one method at one ratio."""
-
-    method: str
-    ratio: float
-    lr: float
-    mean: float
-    deviation: float
-    sent: float
-    """Bytes of one worker, at its sockets."""
-    runs: int
-    failed: int
-
-
-def results(rows: Sequence[Row], name: str) -> list[Result]:
-    """Means over seeds, in the plan's order; dense first."""
-    task, found = TASKS[name], []
-    for method_name, method in task.methods.items():
-        for ratio in (1.0,) if method.dense else task.ratios:
-            mine = [
-                row
-                for row in rows
-                if (row["task"], row["method"], row["purpose"]) == (name, method_name, TEST)
-                and float(row["ratio"]) == ratio
-            ]
-            good = [row for row in mine if not row["failed"]]
-            if not mine:
-                continue
-            scores = [float(row[task.score]) for row in good] or [math.nan]
-            sent = statistics.fmean([float(row["socket_sent"]) for row in good] or [math.nan])
-            deviation = statistics.stdev(scores) if len(scores) > 1 else 0.0
-            found.append(
-                Result(
-                    *(method_name, ratio, float(mine[0]["lr"]), statistics.fmean(scores), deviation, sent),
-                    *(len(good), len(mine) - len(good)),
-                )
-            )
-    return found
-
-
-def table(rows: Sequence[Row], name: str) -> str:
-    """Markdown: a line a method and ratio."""
-    found = results(rows, name)
-    if not found or found[0].method != "dense":
-        return ""
-    dense, accuracy = found[0], TASKS[name].score == "test_accuracy"
-    lines = [
-        f"| method | ratio | learning rate | {'accuracy' if accuracy else 'loss'} | against dense | sent |",
-        "|---|---|---|---|---|---|",
-    ]
-    for each in found:
-        digits = 2 if accuracy else 4
-        score = f"{each.mean:.{digits}f} ± {each.deviation:.{digits}f}"
-        gap = f"{each.mean - dense.mean:+.2f} points" if accuracy else f"{each.mean / dense.mean - 1:+.2%}"
-        share = f"{each.sent / dense.sent:.2%}"
-        if each.failed:
-            score += f" ({each.failed} diverged)"
-        ratio = "" if each.method == "dense" else f"{each.ratio:.1%}"
-        lines.append(f"| {each.method} | {ratio} | {each.lr:g} | {score} | {gap} | {share} |")
-    return "\n".join(lines)
-
-
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Accuracy, or loss, against bytes: a panel a task, a line a method."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = [name for name in TASKS if results(rows, name)]
-    figure, panels = plt.subplots(
-        1, len(names), figsize=(5.2 * len(names), 4.6), squeeze=False, layout="constrained"
-    )
-    for panel, name in zip(panels[0], names, strict=True):
-        found = results(rows, name)
-        dense = next((each for each in found if each.method == "dense"), None)
-        for i, method in enumerate(dict.fromkeys(each.method for each in found)):
-            mine = sorted((each for each in found if each.method == method), key=lambda each: each.sent)
-            panel.errorbar(
-                [each.sent / 1e6 for each in mine],
-                [each.mean for each in mine],
-                [each.deviation for each in mine],
-                marker="osv^D<>"[i % 7],
-                color=f"C{i % 10}",
-                linestyle="-" if i < 10 else "--",
-                capsize=2,
-                markersize=4,
-                linewidth=1,
-                label=method,
-            )
-        if dense:
-            panel.axhline(dense.mean, color="black", linewidth=0.6, linestyle=":")
-        panel.set(xscale="log", xlabel="sent by one worker, MB", title=name)
-        panel.set_ylabel("test accuracy, %" if TASKS[name].score == "test_accuracy" else "test loss")
-        values = sorted(each.mean for each in found if not math.isnan(each.mean))
-        if TASKS[name].score == "test_accuracy":  # what failed wholly would hide all differences
-            panel.set_ylim(bottom=max(values[len(values) // 4] - 3, values[0] - 0.3))
-    panels[0][-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -362,21 +256,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", default=",".join(TASKS), help=f"default: {','.join(TASKS)}")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument(
-        "--only-plot", action="store_true", help="train nothing; draw and print what is there"
+        "--only-plot", action="store_true", help="train nothing; what is there, drawn, and in docs/methods.md"
     )
     options = parser.parse_args(arguments)
     options.tasks = options.tasks.split(",")
     for name in options.tasks:
         if name not in TASKS:
             parser.error(f"unknown task {name!r}; known are {', '.join(TASKS)}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
     if not options.only_plot:
         work(options)
         return
     rows = read(options.out)
-    plot(rows, options.out.with_suffix(".png"))
-    for name in TASKS:
-        if text := table(rows, name):
-            print(f"\n## {name}\n\n{text}")
+    for mark, text in method_tables.parts(rows, TASKS):
+        print(f"\n{mark}\n\n{text}")
+    method_tables.write(rows, TASKS, options.out)
 
 
 if __name__ == "__main__":

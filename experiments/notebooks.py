@@ -6,6 +6,7 @@ python experiments/notebooks.py                # all of notebooks/
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,15 @@ def execute(path: Path) -> Any:
     return notebook
 
 
-def main() -> None:
-    argparse.ArgumentParser(
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    )
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    parse()
     for path in sorted(FOLDER.glob("*.ipynb")):
         nbformat.write(execute(path), path)
         print(path.relative_to(ROOT))

@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+BLOCK = r"(?:(?:\||!\[|[¹²³⁴⁵]).*\n|\n(?=[¹²³⁴⁵]))*"
+"""Lines of a table, a picture, and remarks below a table."""
 
 
 def fill(page: str, name: str, table: str) -> None:
     """Let ``table``, which may be empty, stand after mark ``name`` of ``page``, a path in the repository."""
     path = ROOT / page
-    marked = re.compile(rf"<!-- {name} -->\n+(?:(?:\||!\[).*\n)*\n*")
+    marked = re.compile(rf"<!-- {name} -->\n+{BLOCK}\n*")
     block = f"{table}\n\n" if table else ""
     text, found = marked.subn(lambda _: f"<!-- {name} -->\n\n{block}", path.read_text())
     if found != 1:

@@ -9,13 +9,14 @@ is 1 if any failed. Nothing is downloaded, and nothing is left behind.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import hashlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -297,6 +298,13 @@ def work(rank: int, folder: Path) -> int:
     return passed
 
 
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    return parser.parse_args(arguments)
+
+
 def main() -> int:
     """This process is the first worker and starts the second; returns the exit status."""
     start = time.perf_counter()
@@ -323,4 +331,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    parse()
     sys.exit(main())

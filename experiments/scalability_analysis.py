@@ -21,7 +21,7 @@ import dataclasses
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,7 +215,7 @@ def ratios(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -255,7 +255,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    options = options_of()
+    options = parse()
     about = {**origin(), "dilation": f"{options.dilate:g}"}
     for cell in cells(options):
         left = [

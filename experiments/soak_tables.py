@@ -6,6 +6,7 @@ python experiments/soak_tables.py
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from pages import ROOT, fill
 from rows import read
@@ -36,8 +37,12 @@ def origin(rows: list[dict[str, str]]) -> str:
     return f"{first['date']}, commit {first['commit']}, {first['version']}, {first['machine']}"
 
 
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    return argparse.ArgumentParser(description=__doc__).parse_args(arguments)
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parse()
     for name, table in (("soak", soak()), ("stress", stress())):
         fill("docs/soak.md", name, table)
 

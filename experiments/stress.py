@@ -110,13 +110,17 @@ def run(rounds: int, worker_rounds: int, seed: int) -> tuple[Counter[str], list[
     return done, wrong
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1000, help="with two processes")
     parser.add_argument("--worker-rounds", type=int, default=1000, help="of the worker thread alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=FOLDER.parent / "results", help="folder of the CSV file")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
     if not Path("/proc/self/fd").exists():
         print("this needs Linux's /proc to see what a process holds")
         return 2

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from origin import origin
@@ -84,15 +85,21 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data-dir", type=Path, required=True, help="has mnist/ and fashion-mnist/ in it")
     parser.add_argument("--datasets", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--out", type=Path, default=RESULTS_FILE)
-    args = parser.parse_args()
-    about = origin() | {"command": "python experiments/training_accuracy.py --data-dir data"}
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    args = parse()
+    about = origin()
+    # Where the data lie is the reader's own.
+    about["command"] = about["command"].replace(str(args.data_dir), "data")
     tasks = {dataset: TASKS[dataset] for dataset in args.datasets}
 
     def rate_of(dataset: str) -> float:

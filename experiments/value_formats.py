@@ -17,6 +17,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,7 +201,7 @@ def print_table(rows: list[dict[str, str]]) -> None:
         print(f"| {way} | {' | '.join(cells)} | {sent[way]:,.0f} |")
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -213,7 +214,11 @@ def main() -> None:
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="each format is trained once for each")
     add("--ratios", type=float, nargs="+", default=[1.0, 0.01, 0.001], help="only these; 1.0 is dense")
     add("--tune", action="store_true", help=f"instead train dense at lr {TUNE_RATES}, score held-out images")
-    args = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    args = parse()
 
     known = {tuple(row[name] for name in Run._fields) for row in rows_of(args.out)}
     runs = [run for run in plan(args) if tuple(map(str, run)) not in known]

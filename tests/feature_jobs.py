@@ -535,11 +535,12 @@ def channels_last_owners(rank: int, world: int) -> tuple[float, str]:
     assert any(state["buckets"][0]["state"]["owner"].any() for state in states)
     alone = reshard_states(states, 1)[0]["residuals"]["weight"]
     spoilt = states[rank]
-    spoilt["buckets"][0]["strides"][0] = list(torch.empty(16, 8, 3, 3).stride())
+    if rank == 0:  # and all hear of it
+        spoilt["buckets"][0]["strides"][0] = list(torch.empty(16, 8, 3, 3).stride())
     try:
         sync.load_state_dict(spoilt)
         said = ""
-    except ValueError as error:
+    except (ValueError, SyncError) as error:
         said = str(error)
     sync.close()
     return (applied + alone - true).abs().max().item() / true.abs().max().item(), said
@@ -611,6 +612,35 @@ def manual(rank: int, world: int, config: dict[str, Any] | None, *, feedback: bo
     return result
 
 
+def manual_overflows(rank: int, world: int) -> dict[str, Any]:
+    """A GradScaler in a loop of one's own: overflows on one rank; the law in the gradient's own units."""
+    model = small_model()
+    backend = DistributedBackend(get_compressor(0.05), ErrorFeedbackBuffer(), bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    true, applied = torch.zeros(2, flat(model).numel(), dtype=torch.float64)
+    skipped = []
+    for step in range(12):
+        optimizer.zero_grad()
+        backend.loss_scale = scaler.get_scale()
+        loss = loss_of(model, rank, step)
+        overflows = step in (2, 7)
+        scaler.scale(loss * torch.inf if overflows and rank == step % world else loss).backward()
+        mine, before = flat_grad(model) / backend.loss_scale, flat(model)
+        backend.allreduce_gradients(model.named_parameters())
+        scaler.unscale_(optimizer)
+        if not overflows:
+            true += mine
+            applied += flat_grad(model)
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += [step] if torch.equal(before, flat(model)) else []
+    debt = mean_of(owed(backend, model).double(), world)
+    law = (applied + debt - mean_of(true, world)).abs().max().item() / applied.abs().max().item()
+    backend.close()
+    return {"parameters": flat(model), "skipped": skipped, "law": law}
+
+
 def foreign_message(rank: int, world: int) -> str:
     """Rank 0's network damages what it sends: the receiver's backward quotes the WireError."""
     model = DDP(small_model())
@@ -634,9 +664,10 @@ def foreign_message(rank: int, world: int) -> str:
         loss_of(model, rank, 1).backward()
     except Exception as error:
         said += f" // then {type(error).__name__}: {error}"
-    kept = type(sync.error).__name__
+    assert isinstance(sync.error, SyncError) and sync.error.phase == "decode"
+    kept = f"{type(sync.error).__name__} of bucket {sync.error.bucket}"
     sync.close()
-    return f"{said} // kept {kept}"
+    return f"{said} // kept {kept}, by {type(sync.error.__cause__).__name__}"
 
 
 def own_registration(rank: int, world: int) -> int:

@@ -13,7 +13,7 @@ from tcp import resent_by_this_process
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from compressed_ddp import CompressionConfig, LocalSync, SplitAdam, SplitSGD, attach
+from compressed_ddp import CompressionConfig, LocalSync, attach
 from compressed_ddp.communication import TorchTransport
 from compressed_ddp.error_feedback.state import fold_owner_
 
@@ -69,20 +69,11 @@ def train(
     save_to: str | None = None,
     resume_from: str | None = None,
     check_law: bool = False,
-    split: str = "",
-    ratios: dict[int, float] | None = None,
 ) -> dict[str, Any]:
-    """Train with momentum SGD, or in two halves (``split``: adam, sgd), up to step ``steps``; from the start
-    or from a folder of checkpoints. ``ratios`` come into force at their steps."""
+    """Train with momentum SGD up to step ``steps``, from the start or from a folder of checkpoints."""
     model = DDP(small_model(), **({"bucket_cap_mb": 0.01} | (ddp or {})))
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if split == "adam":
-        optimizer = SplitAdam(model.parameters(), lr=0.003, weight_decay=0.01)
-    elif split == "sgd":
-        optimizer = SplitSGD(model.parameters(), lr=0.05, weight_decay=0.01, nesterov=True)
-    halves = optimizer if split else None
-    sync = attach(model, CompressionConfig(**config), optimizer=halves) if config is not None else None
-    square = torch.zeros(flat(model).numel())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    sync = attach(model, CompressionConfig(**config)) if config is not None else None
     true, applied = torch.zeros(2, flat(model).numel(), dtype=torch.float64)
     start, layouts = 0, set()
     if resume_from and sync is not None:
@@ -92,20 +83,10 @@ def train(
         optimizer.load_state_dict(saved["optimizer"])
         sync.load_state_dict(saved["sync"])
     for step in range(start, steps):
-        if sync is not None and ratios and step in ratios:
-            sync.set_ratio(ratios[step])
         if check_law:
             twin = copy.deepcopy(model.module)
             loss_of(twin, rank, step).backward()
-            wanted = flat_grad(twin)
-            if split == "sgd" and sync is not None:
-                kept = sync.state_dict()["kept"]["momentum"]
-                old = [kept.get(name, torch.zeros_like(p)) for name, p in twin.named_parameters()]
-                wanted = wanted + 0.9 * (wanted + 0.9 * torch.cat([each.reshape(-1) for each in old]))
-            elif split == "adam":
-                square = 0.999 * square + 0.001 * wanted**2
-                wanted = 0.003 * wanted / ((square / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
-            true += wanted
+            true += flat_grad(twin)
         optimizer.zero_grad()
         loss = loss_of(model, rank, step)
         loss.backward()
@@ -245,6 +226,17 @@ def train_local(
         before = flat(model)
         local.synchronize()
         return {"before": before, "parameters": flat(model), "losses": losses, "stats": local.stats.as_dict()}
+
+
+def begun_alike(rank: int, world: int) -> list[tuple[str, Tensor]]:
+    """Buffers of dtypes that a process group cannot add up, another on every rank, after LocalSync began."""
+    model = small_model(seed=rank)
+    kinds = (torch.bool, torch.int16, torch.int64, torch.float64, torch.bfloat16, torch.complex64)
+    for kind in kinds:
+        values = torch.tensor([-0.0, 1.0, rank, 2.0 + rank]).to(kind)
+        model.register_buffer(str(kind).replace(".", " "), values)
+    with LocalSync(model, steps=4):
+        return [(name, buffer.view(torch.uint8)) for name, buffer in model.named_buffers()]
 
 
 def local_of_ddp(rank: int, world: int) -> str:

@@ -35,6 +35,14 @@ class WireError(ValueError):
 class SyncError(RuntimeError):
     """A peer or a collective failed, or the workers disagree about what they are training."""
 
+    def __init__(
+        self, message: str, *, phase: str = "", bucket: int | None = None, ranks: tuple[int, ...] = ()
+    ) -> None:
+        """``phase`` is what failed on this rank (all-to-all, all-gather, decode ...), in which ``bucket`` of
+        the step; ``ranks`` are those at fault, as far as that can be known."""
+        super().__init__(message)
+        self.phase, self.bucket, self.ranks = phase, bucket, ranks
+
 
 class Payload(NamedTuple):
     """A compressed tensor. Unpacks as ``values, indices, shape``."""
@@ -131,12 +139,14 @@ class CompressionConfig:
     """Keep back what is owed for parameters that got no gradient in this step. ``attach`` turns it
     on for ``find_unused_parameters=True``, where DDP throws the results of such parameters away."""
     guard_every: int = 100
-    """Steps after which ranks compare a hash of all parameters, and their waiting (17 bytes); 0: never."""
+    """Steps after which ranks compare a hash of all parameters, their waiting and what they owe (21 bytes),
+    and measure how old that is; 0: never."""
     adapt_every: int = 0
     """Steps after which entries are distributed over parameters anew, by what they are about to send
     (see docs/methods.md); 0: every parameter, or bucket, sends the same share."""
     exact: bool = True
-    """``topk``: exactly the k largest. False: about the largest, at most k, a little faster."""
+    """``topk``: exactly the k largest. False: about the largest, at most k; hardly faster, for small
+    tensors, and for large ones at ratio 0.1, slower."""
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
@@ -291,8 +301,13 @@ class SenderHalf(Protocol):
         """Whether ``after_`` wants to know what was sent."""
         ...
 
-    def before_(self, layout: BucketLayout, bucket: Tensor, slots: Mapping[str, Slot], taken: int) -> None:
-        """Replace ``bucket``. Reads the slots' ``old`` and writes their ``new``."""
+    def before_(
+        self, layout: BucketLayout, bucket: Tensor, slots: Mapping[str, Slot], taken: Sequence[int]
+    ) -> None:
+        """Replace ``bucket``. Reads the slots' ``old`` and writes their ``new``.
+
+        ``taken``: for each parameter, how many steps it was there for before.
+        """
         ...
 
     def after_(self, slots: Mapping[str, Slot], sent: Sequence[Tensor]) -> None:

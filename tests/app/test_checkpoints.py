@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -140,39 +135,3 @@ def test_pointers(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "lost").write_text("../../etc")
     assert follow(tmp_path / "lost") is None
     assert follow(tmp_path / "nothing") is None
-
-
-SAVER = """
-import sys, torch
-import torch.distributed as dist
-from pathlib import Path
-from compressed_ddp.training.checkpoint import Checkpoints
-from compressed_ddp.training.place import Place
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-place = Place(0, 1, 0, torch.device("cpu"), "gloo")
-step = 0
-while True:
-    step += 1
-    state = {"step": step, "x": torch.full((20_000,), float(step))}
-    Checkpoints(Path(sys.argv[1]), 2).save(step, lambda: state, state, place, best=step % 3 == 0)
-    print(step, flush=True)
-"""
-
-
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """After ``kill -9`` the newest complete checkpoint is whole, and never older than what was reported."""
-    chance = random.Random(0)
-    for _ in range(4):
-        shutil.rmtree(tmp_path / "c", ignore_errors=True)
-        program = [sys.executable, "-c", SAVER, str(tmp_path / "c")]
-        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            reported = int(process.stdout.readline())
-            time.sleep(chance.uniform(0.0, 0.1))
-            process.kill()
-            reported = max([reported, *map(int, process.stdout.read().split())])
-        newest = Checkpoints(tmp_path / "c", 2).all()[-1]
-        for file in (checkpoint.SHARED, checkpoint.rank_file(0)):
-            state = read(newest, file)
-            assert state["step"] >= reported
-            assert bool((state["x"] == state["step"]).all())

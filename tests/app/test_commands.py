@@ -83,6 +83,7 @@ def test_tensorboards_own_reader_finds_the_tags(trained: Path) -> None:
     tags = reader.Tags()
     wanted = {"train/loss", "train/accuracy", "train/lr", "test/loss", "test/accuracy"}
     wanted |= {"sync/bytes_sent", "sync/bytes_received", "sync/ratio", "sync/residual_norm", "time/step"}
+    wanted |= {"sync/residual_age"}
     wanted |= {f"time/{phase}" for phase in ("select", "encode", "wait", "decode", "exposed")}
     assert wanted <= set(tags["scalars"])
     assert {"gradients", "residuals"} <= set(tags["histograms"])
@@ -197,25 +198,47 @@ def workers_of(launcher: int) -> list[int]:
     return [int(pid) for pid in listed.split()]
 
 
+LONGER = ["--compress", "--ratio=0.05", "--limit=160", "--batch-size=4", "--epochs=2", "--keep=99"]
+LONGER += ["--checkpoint-every=4", "--no-tensorboard"]
+# torchrun gives workers 30 s to end before it kills them, and one that is stopped takes all of it.
+TORCHRUN = """
+import signal
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.run import main
+LocalElasticAgent._shutdown.__defaults__ = (signal.SIGTERM, 2)
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two workers from its beginning to its end."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    program("train", "--workers=2", *LONGER, "--run-dir=whole", folder=folder)
+    return folder / "whole"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes with pgrep")
-def test_kill_and_restart_under_torchrun(tmp_path: Path) -> None:
-    """``kill -9`` of one worker: torchrun starts all again, and the run ends as if nothing had happened."""
-    flags = ["--compress", "--ratio=0.05", "--limit=160", "--batch-size=4", "--epochs=2", "--keep=99"]
-    flags += ["--checkpoint-every=4", "--no-tensorboard"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "--max-restarts=1", str(ROOT / "train.py"), *flags]
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
+def test_kill_and_restart_under_torchrun(tmp_path: Path, uninterrupted: Path, how: signal.Signals) -> None:
+    """One worker is killed, or says nothing any more: torchrun starts all again from the last checkpoint,
+    and the run ends as if nothing had happened."""
+    torchrun = [sys.executable, "-c", TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    command = [*torchrun, str(ROOT / "train.py"), *LONGER, "--sync-timeout=8"]
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 90
     while not list(tmp_path.glob("runs/*/checkpoints/step-*")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    os.kill(workers_of(process.pid)[-1], signal.SIGKILL)
+    os.kill(workers_of(process.pid)[-1], how)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
     assert "resumed from" in errors
+    if how == signal.SIGSTOP:
+        assert "failed on rank 0 of 2: rank 1 is silent" in errors
     [run] = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
-    program("train", "--workers=2", *flags, "--run-dir=whole", folder=tmp_path)
-    killed, whole = find(run), find(tmp_path / "whole")
+    killed, whole = find(run), find(uninterrupted)
     assert killed.name == whole.name == "step-00000040"
     for file, part in ((checkpoint.SHARED, "model"), (checkpoint.rank_file(1), "sync")):
         a, b = (read(path, file)[part] for path in (killed, whole))

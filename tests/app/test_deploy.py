@@ -414,7 +414,7 @@ def test_the_page_quotes_what_is_said(tmp_path: Path) -> None:
     """The message for a folder that is not shared, as checkpoint.py words it."""
     entry = {"files": {"rank-0001.pt": {"bytes": 1}}}
     with pytest.raises(CheckpointError) as caught:
-        Checkpoints(tmp_path, 1)._publish(tmp_path / ".step", tmp_path / "step", entry, best=False)
+        Checkpoints(tmp_path, 1)._publish(tmp_path / ".step", tmp_path / "step", entry)
     _, _, message = str(caught.value).partition("rank-0001.pt ")
     assert message and message in PAGE.read_text()
     source = "".join(path.read_text() for path in (ROOT / "src" / "compressed_ddp").rglob("*.py"))

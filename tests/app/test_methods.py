@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,13 @@ from torch import Tensor
 
 from compressed_ddp import CompressionConfig
 from compressed_ddp.communication import COLLECTIVES, Reducer, run_in_process
+from compressed_ddp.communication.reducer import resolve
 from compressed_ddp.compression.factory import COMPRESSORS, from_config
 from compressed_ddp.layout import BucketLayout
 from compressed_ddp.training.config import TrainConfig
 from compressed_ddp.types import Transport
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def load() -> Any:
@@ -59,6 +63,8 @@ def test_every_run_is_one_that_the_application_takes(script: Any, tmp_path: Path
         config = TrainConfig.from_flat(script.settings(run, "data"))
         assert config.compress == (run.method != "dense")
         assert bool(config.task.validation) == (run.purpose == "tune")
+        if config.compress:
+            resolve(config.compression, from_config(config.compression))  # raises where workers would
     for task in ("mnist", "fashion", "text"):
         tests = [run for run in runs if (run.task, run.purpose) == (task, "test")]
         methods = script.TASKS[task].methods
@@ -87,7 +93,8 @@ def test_a_rate_that_diverged_is_not_chosen(script: Any) -> None:
     assert script.chosen(rows, "mnist", "DGC") == 0.05
 
 
-def test_table_and_picture(script: Any, tmp_path: Path) -> None:
+def some_rows(script: Any) -> list[dict[str, str]]:
+    """MNIST: dense and error feedback with all seeds, DGC diverged once and is not run again yet."""
     rows = []
     for seed in range(3):
         for method, ratio, score in (("dense", 1.0, 99.0), ("error feedback", 0.01, 98.5 + 0.1 * seed)):
@@ -95,12 +102,65 @@ def test_table_and_picture(script: Any, tmp_path: Path) -> None:
             rows.append({k: str(v) for k, v in row(script, run, score).items()})
     failed = script.Run("mnist", "DGC", "test", 0.1, 0, 0.05)
     rows.append({k: str(v) for k, v in row(script, failed, 0.0, "the loss is nan").items()})
-    text = script.table(rows, "mnist")
+    return rows
+
+
+def test_tables_and_picture(script: Any, tmp_path: Path) -> None:
+    rows, tables = some_rows(script), script.method_tables
+    text = tables.table(rows, "mnist", script.TASKS["mnist"])
+    assert "| dense |  | 0.05 | 99.00 ± 0.00 |  | 100.00% |" in text
     assert "| error feedback | 1.0% | 0.05 | 98.60 ± 0.10 | -0.40 points | 1.30% |" in text
-    assert "nan ± 0.00 (1 diverged)" in text
-    assert script.table([], "mnist") == ""
-    script.plot(rows, tmp_path / "methods.png")
+    assert "| DGC | 10.0% | 0.05 | - (1 diverged, 1 of 3 runs) | - | - |" in text
+    assert tables.plot(rows, script.TASKS, tmp_path / "methods.png")
     assert (tmp_path / "methods.png").stat().st_size > 10_000
+    assert (
+        "| mnist | 1.0% | error feedback | 98.60 ± 0.10 | -0.40 points | 1.30% | -0.40 points |"
+        in tables.best(rows, script.TASKS)
+    )
+    assert "| mnist | 1.0% | error feedback | -0.1 points | -0.40 points | no |" in tables.aims(
+        rows, script.TASKS
+    )
+
+
+@pytest.mark.parametrize("end", range(8))
+def test_tables_and_picture_of_what_is_there(script: Any, tmp_path: Path, end: int) -> None:
+    """From nothing on, row by row, and in whatever order: also where dense is not there yet."""
+    tables = script.method_tables
+    for rows in (some_rows(script)[:end], some_rows(script)[7 - end :]):
+        path = tmp_path / f"{end}.png"
+        path.unlink(missing_ok=True)
+        scored = any(not each["failed"] for each in rows)
+        assert tables.plot(rows, script.TASKS, path) == path.exists() == scored
+        found = dict(tables.parts(rows, script.TASKS))
+        assert found["methods-fashion"].count("not measured yet") == 1
+        assert ("not measured yet" in found["methods-mnist"]) == (not rows)
+        assert "| yes |" not in found["methods-aims"]
+
+
+def test_aims_are_reached_with_all_seeds_only(script: Any) -> None:
+    rows = []
+    for seed in range(3):
+        assert "| yes |" not in script.method_tables.aims(rows, script.TASKS)
+        for method, ratio, score in (("dense", 1.0, 90.0), ("Adam in two halves", 0.01, 89.3)):
+            run = script.Run("fashion_adamw", method, "test", ratio, seed, 0.001)
+            rows.append({k: str(v) for k, v in row(script, run, score).items()})
+    line = "| fashion_adamw | 1.0% | Adam in two halves (best) | -1 points | -0.70 points | yes |"
+    assert line in script.method_tables.aims(rows, script.TASKS)
+    losses = script.TASKS["text"]
+    rows = [each | {"task": "text"} for each in rows]
+    assert "-0.7" not in script.method_tables.table(rows, "text", losses), "a loss is compared by its ratio"
+    assert "| 10.7000 ± 0.0000 | +7.00% |" in script.method_tables.table(rows, "text", losses)
+
+
+def test_the_page_has_a_place_for_every_table(script: Any) -> None:
+    """And what stands there is what the rows in results/ make of it."""
+    rows, page = script.read(script.OUT), (ROOT / script.method_tables.PAGE).read_text()
+    picture = "../results/methods.png" if script.OUT.with_suffix(".png").exists() else ""
+    for mark, text in script.method_tables.parts(rows, script.TASKS, picture):
+        _, there, after = page.partition(f"<!-- {mark} -->\n\n")
+        stands = re.match(r"(?:(?:\||!\[).*\n)*", after)
+        told = f"{mark}: run python experiments/methods.py --only-plot"
+        assert there and stands and stands[0].rstrip("\n") == text, told
 
 
 def methods_job(rank: int, world: int, out: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ pytest.importorskip("matplotlib", reason="plots need it")
 
 PICTURES = [picture for section in SECTIONS for picture in section.pictures]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+WIDTH, HEIGHT = 1200, 10_600
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(results: Path) -> Path:
     path = results / "report.html"
     assert main(["report", str(results), "-o", str(path), "--pictures", str(results / "pictures")]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def real_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the results that are published."""
+    folder = Path(__file__).resolve().parents[2] / "results"
+    path = tmp_path_factory.mktemp("real") / "report.html"
+    assert main(["report", str(folder), "-o", str(path)]) == 0
     return path
 
 
@@ -131,9 +142,10 @@ def test_one_file_alone_is_enough(name: str, results: Path, tmp_path: Path) -> N
     assert text.count("<svg") == sum(picture.source == name for picture in PICTURES)
 
 
-def test_the_real_results_make_a_page() -> None:
-    folder = Path(__file__).resolve().parents[2] / "results"
-    Elements(make_page(load(folder)))
+def test_the_real_results_make_a_page(real_page: Path) -> None:
+    text = real_page.read_text()
+    Elements(text)
+    assert "Not measured yet" not in text
 
 
 def damage(path: Path, old: str, new: str) -> None:
@@ -203,7 +215,11 @@ class Look:
 
     OPTIONS = (
         *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"),
-        *("--host-resolver-rules=MAP * ~NOTFOUND", "--window-size=1200,5800", "--enable-logging=stderr"),
+        *(
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            f"--window-size={WIDTH},{HEIGHT}",
+            "--enable-logging=stderr",
+        ),
     )
 
     def __init__(self, browser: str, folder: Path) -> None:
@@ -226,27 +242,37 @@ class Look:
         }, "CONSOLE" in seen.stderr
 
 
-PROBE = """document.title = JSON.stringify([...document.querySelectorAll('figure svg')].map(plot => {
-  const box = plot.getBoundingClientRect();
-  return [plot.closest('figure').id, box.width, box.height];
-}))"""
+# Plots with their size; and what is wider than its place, which a reader would have to scroll.
+PROBE = """document.title = JSON.stringify([
+  [...document.querySelectorAll('figure svg')].map(plot => {
+    const box = plot.getBoundingClientRect();
+    return [plot.closest('figure').id, box.width, box.height];
+  }),
+  [...document.querySelectorAll('.scroll, .frame, body')].filter(
+    each => each.scrollWidth > each.clientWidth + 1
+  ).map(each => each.getAttribute('aria-label') || each.parentElement.id),
+])"""
 
 
-def test_a_browser_shows_it(page: Path, browser: str, tmp_path: Path) -> None:
-    """Every plot has its size, nothing was asked of any network, and the console is silent."""
+@pytest.mark.parametrize("which", ["page", "real_page"])
+def test_a_browser_shows_it(which: str, browser: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Every plot has its size and nothing is cut off, nothing was asked of any network, and the console is
+    silent: with invented figures, and with those that are published."""
+    page: Path = request.getfixturevalue(which)
     look, picture = Look(browser, tmp_path), tmp_path / "report.png"
     probe = tmp_path / "probe.html"  # the page's own policy would forbid it a script
     text = re.sub(r"<meta http-equiv[^>]*>", "", page.read_text())
     probe.write_text(text.replace("</body>", f"<script>{PROBE}</script></body>"))
     title = re.search(r"<title>(.*?)</title>", look.run(probe, "--dump-dom").stdout)
     assert title is not None
-    sizes = json.loads(title[1])
+    sizes, too_wide = json.loads(html.unescape(title[1]))
+    assert too_wide == []
     assert [name for name, _, _ in sizes] == [each.name for each in PICTURES]
     assert all(width > 300 and height > 200 for _, width, height in sizes)
 
     assert look.watch(page, picture) == (set(), False)
     data = picture.read_bytes()
-    assert struct.unpack(">II", data[16:24]) == (1200, 5800) and len(data) > 100_000
+    assert struct.unpack(">II", data[16:24]) == (WIDTH, HEIGHT) and len(data) > 100_000
 
     # Were there something to see, it would be seen.
     probe.write_text('<img src="http://example.invalid/a"><script>console.log("a word")</script>')

@@ -20,8 +20,13 @@ def test_no_sync_accumulates(pool: Pool) -> None:
 
 @WAYS
 def test_four_micro_batches_are_one_large_batch(pool: Pool, way: str) -> None:
-    """Within rounding, residuals included, at a ratio where most entries wait."""
-    for found in pool.run(2, jobs.micro_batches, {"ratio": 0.05, "collective": way}):
+    """Within rounding, residuals included, at a ratio where most entries wait.
+
+    Values of 32 bits: in 8, what differs by a rounding may get the next code, and that is a step of
+    half a percent, taken by the parameter and given back by the residual.
+    """
+    config = {"ratio": 0.05, "collective": way, "values": "fp32"}
+    for found in pool.run(2, jobs.micro_batches, config):
         for name, (parts, whole) in found.items():
             torch.testing.assert_close(
                 parts, whole, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
@@ -198,7 +203,10 @@ def test_an_error_in_the_middle_of_a_step(pool: Pool, way: str) -> None:
     """One rank fails in its first bucket: its residuals are as before the step, and all ranks hear soon."""
     for result in pool.run(3, jobs.fails_midway, way):
         assert result["unchanged"] and result["steps"] == 2
-        assert "planted" in result["said"] or "peer is gone" in result["said"] or "earlier" in result["said"]
+        said = result["said"]
+        assert (
+            "planted" in said or "rank 1 is out of step by an error of its own" in said or "earlier" in said
+        )
 
 
 def test_a_model_that_is_forgotten_leaves_no_thread(pool: Pool) -> None:
@@ -227,7 +235,7 @@ def test_a_damaged_message_is_quoted_and_kept(pool: Pool) -> None:
     for said in pool.run(2, jobs.foreign_message):
         assert "message from rank 0 is damaged: its checksum does not match" in said
         assert "synchronisation failed in an earlier step" in said
-        assert said.endswith("kept WireError")
+        assert said.endswith("kept SyncError of bucket 0, by WireError")
 
 
 def test_register_comm_hook_by_hand(pool: Pool) -> None:
@@ -264,6 +272,13 @@ def test_manual_backend_says_what_it_did(pool: Pool) -> None:
             stats["total_calls"] > 0 and 0 < stats["total_bytes_compressed"] < stats["total_bytes_original"]
         )
         assert dense == "qsgd"
+
+
+def test_manual_backend_with_a_grad_scaler(pool: Pool) -> None:
+    results = pool.run(3, jobs.manual_overflows)
+    for result in results:
+        assert result["skipped"] == [2, 7] and result["law"] < 1e-5
+        assert torch.equal(result["parameters"], results[0]["parameters"])
 
 
 def test_manual_backend_dense_and_without_memory(pool: Pool) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import jobs
 import pytest
 import torch
+from comparing import same
 from pool import Pool
 
 
@@ -31,6 +32,15 @@ def test_resume_is_exact(pool: Pool, way: str, at: int, tmp_path: Path) -> None:
     for before, after in zip(whole, resumed, strict=True):
         assert torch.equal(before["before"], after["before"])
         assert torch.equal(before["parameters"], after["parameters"])
+
+
+def test_buffers_of_any_dtype_begin_as_the_first_ones(pool: Pool) -> None:
+    """To the bit: also a negative zero."""
+    first, *others = pool.run(3, jobs.begun_alike)
+    zero = torch.tensor([-0.0, 1.0, 0.0, 2.0], dtype=torch.float64)
+    assert len(first) == 6 and torch.equal(dict(first)["torch float64"], zero.view(torch.uint8))
+    for other in others:
+        assert same(list(map(list, first)), list(map(list, other)))
 
 
 def test_a_wrapped_model_is_refused(pool: Pool) -> None:

@@ -64,6 +64,8 @@ def test_a_short_stress(tmp_path: Path) -> None:
 
 def test_the_page_has_the_tables_of_the_last_run() -> None:
     """And that run passed."""
+    if not (ROOT / "results" / "soak_summary.csv").is_file():
+        pytest.skip("`make soak` has not been run: there is no table to look for")
     tables, page = experiment.load("soak_tables"), (ROOT / "docs" / "soak.md").read_text()
     for table in (tables.soak(), tables.stress()):
         assert table in page and "FAIL" not in table and "PASS" in table

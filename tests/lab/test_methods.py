@@ -155,7 +155,9 @@ def test_buckets_come_one_after_the_other_and_none_before_its_time(pool: Pool) -
     assert len(expected) >= 3
     assert [(index, size) for index, size, _ in found] == list(enumerate(each.elements for each in expected))
     for (_, _, seen), bucket in zip(found, expected, strict=True):
-        assert seen >= bucket.ready  # the emulation never sleeps less than it was told to
+        # A floor that holds on any machine: `seen` counts from before the pass, the pass sleeps until a
+        # layer is due, and time.sleep never returns early. How late it is, nobody asks.
+        assert seen >= bucket.ready
 
 
 def test_shapes() -> None:
@@ -266,5 +268,6 @@ def test_the_program_and_its_announcements(tmp_path: Path) -> None:
     with out.open() as file:
         rows = list(csv.DictReader(file))
     assert [row["method"] for row in rows] == ["none", "plain"]
-    assert float(rows[1]["compute_ms"]) == 10 and float(rows[1]["step_ms"]) >= 10
+    assert float(rows[1]["compute_ms"]) == 10
+    assert float(rows[1]["step_ms"]) >= 10  # a step sleeps that long, and no sleep returns early
     assert "plain" in errors[0] and "plain" not in errors[1]

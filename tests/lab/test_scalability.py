@@ -73,7 +73,7 @@ def test_a_slow_cell_has_fewer_steps_and_then_fewer_repeats() -> None:
 
 
 def options(*flags: str) -> object:
-    return script.options_of(["--loopback", *flags])
+    return script.parse(["--loopback", *flags])
 
 
 def test_later_ratios_are_for_sparse_methods_alone() -> None:
@@ -124,5 +124,5 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["--loopback", "--hosts=2", "--steps=0"], "steps"),
     ):
         with pytest.raises(SystemExit):
-            script.options_of(flags)
+            script.parse(flags)
         assert said in capsys.readouterr().err

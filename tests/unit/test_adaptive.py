@@ -131,7 +131,8 @@ def test_nothing_is_lost_all_agree_and_bytes_stay(way: str) -> None:
     assert set(factors) == {"quiet", "loud", "other"}  # the bias travels whole
     assert factors["loud"] > 3 and factors["quiet"] < 0.1
     sent = ranks[0][2]
-    assert sent[0] == sent[2] and 0.85 * sent[0] < sent[3] < 1.02 * sent[0]  # dense indices are shorter
+    assert sent[0] == sent[1] and 0.85 * sent[0] < sent[3] < 1.02 * sent[0]  # dense indices are shorter
+    assert sent[2] == sent[0] + 2 * 3 * 8 * (WORLD - 1) // WORLD, "8 bytes a parameter, round a ring"
 
 
 def test_less_is_left_unsent_than_with_one_ratio() -> None:

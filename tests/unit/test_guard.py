@@ -94,7 +94,7 @@ def test_all_ranks_say_the_same(changes: tuple[str, ...], joined: tuple[int, ...
         clock.close_step(finite=True)
         return clock.total.bytes_sent
 
-    assert run_in_process(3, work) == [2 * (17 + (24 if told else 0))] * 3
+    assert run_in_process(3, work) == [2 * (21 + (24 if told else 0))] * 3
 
 
 @pytest.mark.parametrize("every", [0, 1, 3])

@@ -38,12 +38,12 @@ def test_built_where_it_can_be() -> None:
     assert native is not None or compiler is None, "a compiler is there, but the extension was not built"
 
 
-@pytest.fixture(params=[True, False], ids=["simd", "baseline"])
+@pytest.fixture(params=[2, 1, 0], ids=["simd", "narrower", "baseline"])
 def simd(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both sets of inner loops, whatever this processor prefers."""
+    """All sets of inner loops that this processor has."""
     _native.allow_simd(request.param)
     yield
-    _native.allow_simd(True)
+    _native.allow_simd(2)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -130,10 +130,47 @@ def test_data(data: str, k: str, exact: bool) -> None:
 @pytest.mark.usefixtures("simd")
 @pytest.mark.parametrize("around", [0, 8, 16, 32, 64, 128, 192, 512, 1024, 2048, 4096, 4608])
 def test_sizes_around_every_block(around: int) -> None:
-    """Vectors of 8, steps of 32, blocks of 64, tiles of 512, whole looks at 2,048 elements."""
+    """Vectors of 8 and 16, steps of 32, blocks of 64, tiles of 2,048, whole looks at as many elements."""
     for n in range(max(0, around - 2), around + 3):
         for k in sorted({min(n, 1), n // 10, n}):
             check_take(torch.randn(n), torch.randn(n), Partition.whole(n, k))
+
+
+@needs_native
+@pytest.mark.usefixtures("simd")
+@pytest.mark.parametrize("around", [2**18, 2**19])
+def test_sizes_around_larger_blocks(around: int) -> None:
+    """The sample grows from 2**18 elements on, stores go past the caches from 2**19 on."""
+    residual, gradient = torch.randn(around + 65), torch.randn(around + 65)
+    for n in (around - 65, around - 1, around, around + 1, around + 65):
+        check_take(residual[:n], gradient[:n], Partition.whole(n, n // 100))
+        check_take(residual[:n], gradient[:n], evenly(n, 3, 0.01), oracle=False)
+        check_take(None, gradient[:n], Partition.whole(n, n // 10), exact=False)
+
+
+@needs_native
+def test_sizes_around_the_largest_sample() -> None:
+    """At 2**24 elements the sample has its last line; from there on only its strata grow."""
+    most = 2**24 + 2048
+    residual, gradient = torch.randn(most), torch.randn(most)
+    gradient[-4096:] *= (
+        1000  # the last lines count: with one more or one less, other entries are taken roughly
+    )
+    for n in (2**24 - 1, 2**24, most):
+        check_take(None, gradient[:n], Partition.whole(n, n // 50), exact=False)
+    check_take(residual, gradient, Partition.whole(most, most // 1000), oracle=False)
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [2, 3, 4])
+def test_sizes_around_thread_shares(threads: int) -> None:
+    """Another thread for each 2**19 elements; shares that leave some over, and meet in a round of shards."""
+    torch.set_num_threads(threads)
+    around = threads * 2**19
+    residual, gradient = torch.randn(around + 65), torch.randn(around + 65)
+    for n in (around - 1, around, around + 1, around + 65):
+        check_take(residual[:n], gradient[:n], Partition.whole(n, n // 100), oracle=False)
+    check_take(residual, gradient, evenly(around + 65, 5, 0.01), oracle=False)
 
 
 @needs_native
@@ -292,8 +329,9 @@ def test_one_question_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_native
 @pytest.mark.usefixtures("simd")
 @pytest.mark.parametrize("shards", [1, 2, 5, 100])
-@pytest.mark.parametrize("n", [1, 63, 64, 5000, 30_001])
+@pytest.mark.parametrize("n", [1, 63, 64, 5000, 8191, 8192, 8193, 30_001])
 def test_accumulate(n: int, shards: int) -> None:
+    """Also around a tile of 8,192 elements, the unit in which sums are made."""
     part = evenly(n, shards, 0.1)
     pieces = []
     for sender in range(4):
@@ -333,7 +371,7 @@ def coded(part: Partition, shard: int, values: str, *, share: float, full: bool)
 @pytest.mark.usefixtures("simd")
 @pytest.mark.parametrize("values", sorted(VALUES))
 @pytest.mark.parametrize("shards", [1, 2, 5, 100])
-@pytest.mark.parametrize("n", [1, 63, 64, 5000, 30_001])
+@pytest.mark.parametrize("n", [1, 63, 64, 5000, 8191, 8192, 8193, 30_001])
 def test_sum_coded(n: int, shards: int, values: str) -> None:
     """Straight from the bytes: as decoding and adding would."""
     part = evenly(n, shards, 0.1)

@@ -188,8 +188,7 @@ def test_weights_that_are_not_finite_cost_the_period_and_nothing_else(
         after = local.state_dict()
         assert torch.equal(flat(model), weights), "everyone goes back to the anchor"
         assert same(before["local"], after["local"]) and same(before["residuals"], after["residuals"])
-        if world > 1:
-            assert local.stats.total.skipped_steps == 1
+        assert local.stats.total.skipped_steps == 1
         for step in range(6, 9):
             walk(model, net.rank, step)
             local.step()
@@ -328,6 +327,11 @@ def wrong_state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Transport]
         (lambda s: {k: v for k, v in s.items() if k != "local"}, "not a state of LocalSync"),
         (lambda s: s | {"local": {}}, "damaged state: KeyError 'since'"),
         (lambda s: s | {"local": s["local"] | {"since": 0}}, "differs from rank 0 in state.since: 0, not 1"),
+        (
+            lambda s: s | {"local": s["local"] | {"since": torch.ones(1)}},
+            r"damaged state: since is 'tensor",
+        ),
+        (lambda s: s | {"step": torch.ones(1)}, r"damaged state: step is 'tensor"),
         (lambda s: s | {"local": s["local"] | {"anchor": {}}}, "anchor: '0.weight' is in the model alone"),
         (
             lambda s: s | {"local": s["local"] | {"momentum": s["local"]["momentum"] | {"x": torch.ones(1)}}},
@@ -348,7 +352,19 @@ def wrong_state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Transport]
         (lambda s: s | {"rank": 0}, "each rank loads its own"),
         (lambda s: None, "not a state of LocalSync"),
     ],
-    ids=["none", "empty", "since", "anchor", "momentum", "weights", "another anchor", "rank", "nothing"],
+    ids=[
+        "none",
+        "empty",
+        "since",
+        "no number",
+        "no step",
+        "anchor",
+        "momentum",
+        "weights",
+        "another anchor",
+        "rank",
+        "nothing",
+    ],
 )
 def test_a_state_that_does_not_fit_is_refused_by_all(change: Any, message: str) -> None:
     with pytest.raises((ValueError, SyncError), match=message):

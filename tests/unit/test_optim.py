@@ -9,7 +9,14 @@ import torch
 from comparing import same
 from torch import Tensor, nn
 
-from compressed_ddp import CompressionConfig, SplitAdam, SplitOptimizer, reshard_states
+from compressed_ddp import (
+    CompressionConfig,
+    DistributedBackend,
+    SplitAdam,
+    SplitOptimizer,
+    SyncError,
+    reshard_states,
+)
 from compressed_ddp.communication import Reducer, attach, run_in_process
 from compressed_ddp.compression.factory import from_config
 from compressed_ddp.layout import BucketLayout
@@ -79,7 +86,7 @@ def test_groups_have_options_of_their_own() -> None:
     optimizer.join(named)
     signs = gradient(0).sign()
     bucket, slot = 3.0 * signs, Slot(torch.zeros(LAYOUT.numel))
-    optimizer.before_(LAYOUT, bucket, {"square": slot}, 0)
+    optimizer.before_(LAYOUT, bucket, {"square": slot}, [0] * 3)
     rates = LAYOUT.views(bucket / signs)
     for name, rate in {"weight": 0.1, "bias": 0.5, "late": 0.1}.items():
         torch.testing.assert_close(rates[name], torch.full(SHAPES[name], rate), rtol=1e-4, atol=0)
@@ -91,13 +98,13 @@ def test_each_bucket_is_held_to_its_share_of_the_norm() -> None:
     part = BucketLayout(("bias",), (SHAPES["bias"],))
     large = torch.full((300,), 5.0)
     first, second = Slot(torch.zeros(300)), Slot(torch.zeros(300))
-    free.before_(part, large.clone(), {"square": first}, 0)
-    held.before_(part, large.clone(), {"square": second}, 0)
+    free.before_(part, large.clone(), {"square": first}, [0])
+    held.before_(part, large.clone(), {"square": second}, [0])
     share = 2.0 * (300 / LAYOUT.numel) ** 0.5
     assert first.new.sum().item() == pytest.approx(0.001 * large.norm().item() ** 2, rel=1e-4)
     assert second.new.sum().item() == pytest.approx(0.001 * share**2, rel=1e-4)
     small = torch.full((300,), 1e-3)
-    held.before_(part, small.clone(), {"square": second}, 0)
+    held.before_(part, small.clone(), {"square": second}, [0])
     assert second.new.sum().item() == pytest.approx(0.001 * 300 * 1e-6, rel=1e-4)
 
 
@@ -139,6 +146,93 @@ def test_where_there_was_no_gradient_nothing_is_forgotten() -> None:
         assert same(after, sync.state_dict()["kept"]["square"])
 
     run_in_process(2, work)
+
+
+def without(name: str, step: int, rank: int = 0) -> Tensor:
+    """A gradient in which one parameter has no part."""
+    flat = gradient(step, rank)
+    LAYOUT.views(flat)[name].zero_()
+    return flat
+
+
+def wanted(sync: Reducer, flat: Tensor, name: str) -> Tensor:
+    sync.reduce_(LAYOUT, flat, last=True)
+    return LAYOUT.views(flat)[name]
+
+
+def test_a_parameter_that_comes_late_begins_at_its_first_step() -> None:
+    """As in a run that begins with it; also if the state was saved before that, or the job becomes larger."""
+
+    def work(net: Transport) -> dict[str, Any]:
+        def begin() -> Reducer:
+            return reducer(net, joined(parameters(), lr=0.01), **EXACT, hold_unused=True)
+
+        sync, again, fresh = begin(), begin(), begin()
+        for step in range(5):
+            sync.reduce_(LAYOUT, without("late", step, net.rank), last=True)
+        again.load_state_dict(sync.state_dict(), SHAPES)
+        for step in range(5, 8):
+            updates = [wanted(each, gradient(step, net.rank), "late") for each in (fresh, sync, again)]
+            assert torch.equal(updates[0], updates[1]) and torch.equal(updates[0], updates[2])
+        sync.reduce_(LAYOUT, torch.zeros(LAYOUT.numel), last=True, joined=True)
+        state = sync.state_dict()
+        assert state["taken"] == 9 and state["missed"] == {"late": 6, "weight": 1, "bias": 1}
+        bad = gradient(9)
+        bad[0] = torch.nan
+        LAYOUT.views(bad)["late"].zero_()
+        sync.reduce_(LAYOUT, bad, last=True)
+        assert sync.state_dict()["missed"] == state["missed"], "the step does not count: nobody missed it"
+        return state
+
+    states = run_in_process(2, work)
+    states[1]["missed"]["late"] = 2
+    assert [state["missed"]["late"] for state in reshard_states(states, 3)] == [6, 2, 4]
+
+
+def test_a_parameter_that_was_frozen_begins_at_its_first_step() -> None:
+    """Its state has nothing of it; all the others go on."""
+
+    def work(net: Transport) -> None:
+        head = BucketLayout(("weight", "bias"), (SHAPES["weight"], SHAPES["bias"]))
+        named = parameters()
+        frozen = reducer(net, joined(named), **EXACT)
+        for step in range(5):
+            frozen.reduce_(head, gradient(step)[: head.numel].contiguous(), last=True)
+        sync = reducer(net, joined(named, lr=0.01), **EXACT)
+        sync.load_state_dict(frozen.state_dict(), SHAPES)
+        torch.testing.assert_close(
+            wanted(sync, gradient(5), "late"), 0.01 * LAYOUT.views(gradient(5))["late"].sign()
+        )
+
+    run_in_process(2, work)
+
+
+@pytest.mark.parametrize("missed", [[], {"late": -1}, {"late": 2}, {"nobody": 0}, {"late": 0.5}], ids=str)
+def test_missed_steps_that_cannot_be(missed: Any) -> None:
+    def work(net: Transport) -> None:
+        sync = reducer(net, joined(parameters()), ratio=0.05)
+        sync.reduce_(LAYOUT, gradient(0), last=True)
+        with pytest.raises(ValueError, match=r"damaged state: .*missed"):
+            sync.load_state_dict(sync.state_dict() | {"missed": missed}, SHAPES)
+
+    run_in_process(1, work)
+
+
+def test_what_workers_tell_of_their_optimizers() -> None:
+    """A learning rate may be a tensor. What cannot be told is refused, and nobody waits for it."""
+
+    def work(net: Transport, options: dict[str, Any], lr: Any = 0.1) -> None:
+        named = parameters()
+        optimizer = SplitAdam([{"params": list(named.values())} | options], lr=lr)
+        backend = DistributedBackend(config=CompressionConfig(), transport=net, optimizer=optimizer)
+        give(named, gradient(0))
+        backend.allreduce_gradients(named.items())
+
+    run_in_process(2, lambda net: work(net, {}, torch.tensor(0.1)))
+    with pytest.raises(SyncError, match=r"rank 1 differs from rank 0 in optimizer.groups"):
+        run_in_process(2, lambda net: work(net, {}, torch.tensor(0.1 + net.rank)))
+    with pytest.raises((TypeError, SyncError), match="not JSON serializable"):
+        run_in_process(2, lambda net: work(net, {"tag": object()} if net.rank else {}))
 
 
 @pytest.mark.parametrize("way", ["allgather", "sharded"])

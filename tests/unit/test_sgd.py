@@ -110,11 +110,11 @@ def test_a_worker_may_have_sqrt_p_times_the_norm() -> None:
     """The mean of P independent gradients is sqrt(P) times shorter than each; a bucket has its share."""
     optimizer, large = joined(4, max_norm=2.0, momentum=0.0), gradient(0) * 100
     bucket = large.clone()
-    optimizer.before_(LAYOUT, bucket, {"momentum": Slot(torch.zeros(LAYOUT.numel))}, 0)
+    optimizer.before_(LAYOUT, bucket, {"momentum": Slot(torch.zeros(LAYOUT.numel))}, [0] * 3)
     torch.testing.assert_close(bucket, large * (2.0 * math.sqrt(4) / large.norm()))
     part = BucketLayout(("bias",), (SHAPES["bias"],))
     bucket = torch.full((30,), 100.0)
-    optimizer.before_(part, bucket, {"momentum": Slot(torch.zeros(30))}, 0)
+    optimizer.before_(part, bucket, {"momentum": Slot(torch.zeros(30))}, [0])
     assert float(bucket.norm()) == pytest.approx(2.0 * 2.0 * math.sqrt(30 / LAYOUT.numel))
 
 

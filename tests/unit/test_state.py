@@ -40,6 +40,25 @@ def mean_owed(states: list[dict[str, object]]) -> Tensor:
     return torch.stack([flat(state) for state in folded]).sum(0) / len(folded)
 
 
+def test_alone_only_what_is_used_is_paid() -> None:
+    """DDP throws away what a hook gives to a parameter that was not used."""
+    [state] = reshard_states(states_of(2), 1)
+    config = CompressionConfig(ratio=0.05, hold_unused=True, collective="sharded")
+
+    def work(net: Transport) -> None:
+        reducer = Reducer(from_config(config), config, net)
+        reducer.load_state_dict(state, SHAPES)
+        gradient = torch.ones(LAYOUT.numel)
+        gradient[1200:] = 0  # b
+        reducer.reduce_(LAYOUT, gradient, last=True)
+        assert torch.equal(gradient[:1200], 1 + state["residuals"]["a"].view(-1))
+        assert not gradient[1200:].any()
+        left = reducer.state_dict()["residuals"]
+        assert torch.equal(left["b"], state["residuals"]["b"]) and not left["a"].any()
+
+    run_in_process(1, work)
+
+
 @pytest.mark.parametrize("way", ["allgather", "sharded"])
 @pytest.mark.parametrize(("old", "new"), [(4, 3), (3, 4), (4, 1), (2, 5), (5, 2)])
 def test_another_world_size_conserves_the_mean_owed(old: int, new: int, way: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layout import BucketLayout
-from ..types import Transport
+from ..types import Clock, Transport
 
 BINS = 2048
 """Magnitudes are counted by sign-less exponent and the first three bits of the mantissa."""
@@ -52,7 +52,7 @@ class Allotment:
         """The step does not count."""
         self._seen = {}
 
-    def settle(self, ratio: float, net: Transport, device: torch.device) -> dict[str, float]:
+    def settle(self, ratio: float, net: Transport, device: torch.device, clock: Clock) -> dict[str, float]:
         """For each parameter that was looked at, by how much its share differs from ``ratio``.
 
         All ranks call it together and get the same.
@@ -65,7 +65,10 @@ class Allotment:
         numels = [int(count) for count in table.sum(1)]
         wanted = propose(table, max(1, round(ratio * sum(numels))))
         total = (wanted * _PARTS).round().to(torch.int64).to(device)
-        net.all_reduce(total)
+        with clock.phase("wait"):
+            net.all_reduce(total)
+        moved = 2 * (net.world_size - 1) * total.nbytes // net.world_size  # as a ring has it
+        clock.traffic(moved, moved)
         parts = [int(part) for part in total.cpu()]
         # Whole numbers and the same divisions on all ranks: the same factors to the bit.
         return {

@@ -62,6 +62,9 @@ class DistributedBackend:
         self._group = group
         self._transport = transport
         self._halves = None if optimizer is None else checked_split(optimizer)
+        self.loss_scale = 1.0
+        """As ``GradientSync.loss_scale``, set before ``allreduce_gradients``: let that come before
+        ``GradScaler.unscale_``, or one rank's overflow would be skipped by that rank alone."""
         self._ratio: float | None = None
         self._reducer: Reducer | None = None
         self._buckets: dict[tuple[tuple[str, torch.Size], ...], list[BucketLayout]] = {}
@@ -119,15 +122,28 @@ class DistributedBackend:
             self._reducer = self._start(parameters)
         buckets = self._layouts(parameters)
         self._reducer.begin_step(parameters)
+        try:
+            self._reduce_(self._reducer, parameters, buckets)
+        except Exception:
+            self._reducer.transport.close(failed=True)
+            raise
+        self._reducer.stats.exposed(time.perf_counter() - start)
+
+    def _reduce_(
+        self, reducer: Reducer, parameters: Mapping[str, Tensor], buckets: list[BucketLayout]
+    ) -> None:
         for layout in buckets:
             grads = {name: parameters[name].grad for name in layout.names}
             flat = torch.cat([grad.reshape(-1) for grad in grads.values() if grad is not None])
-            self._reducer.reduce_(layout, flat, last=layout is buckets[-1])
+            if self.loss_scale != 1.0:
+                flat.mul_(1.0 / self.loss_scale)
+            reducer.reduce_(layout, flat, last=layout is buckets[-1])
+            if self.loss_scale != 1.0:
+                flat.mul_(self.loss_scale)
             for name, view in layout.views(flat).items():
                 grad = grads[name]
                 assert grad is not None
                 grad.copy_(view)
-        self._reducer.stats.exposed(time.perf_counter() - start)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all that the next step depends on; empty before the first step."""

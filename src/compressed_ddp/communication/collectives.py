@@ -10,9 +10,13 @@ from torch import Tensor
 
 from ..compression import BaseCompressor
 from ..error_feedback.state import fold_owner_
+from ..kernels import kernels_for
 from ..layout import BucketLayout, grown, partition, small_positions, uneven_partition
 from ..types import Clock, CompressionConfig, Held, Slot, Stamp, Transport
 from .packer import Packer, deliver_, room_for_sum
+
+_SURE = 9
+"""Up to so many workers the mean of finite floats is finite; with more, rounding may carry it too far."""
 
 
 def worker_packer(
@@ -74,7 +78,7 @@ class AllGather:
                 return False
             mean = room_for_sum(bucket)
             self._packer.sum_(mean, [(0, message) for message in messages], 1.0 / world)
-            return deliver_(bucket, mean)
+            return deliver_(bucket, mean) and (world <= _SURE or kernels_for(mean).finite_sum(None, mean))
 
     def fold_(self, residual: Tensor) -> None:
         """Nothing is remembered here."""

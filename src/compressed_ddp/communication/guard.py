@@ -1,8 +1,9 @@
-"""The guard: now and then, are the replicas still one model, and does everybody wait for one of them?"""
+"""The guard: now and then, are replicas one model, does everybody wait for one, is more and more owed?"""
 
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import struct
 import time
@@ -13,24 +14,36 @@ from torch import Tensor
 
 from ..kernels import kernels_for
 from ..metrics import Ledger
-from ..types import SyncError, Transport
+from ..types import Collective, Held, Slot, Stamp, SyncError, Transport
+from .residuals import Growth, Owed, advice
 
 logger = logging.getLogger("compressed_ddp")
 
-_ROW = struct.Struct("<?Qff")
-"""Whether this rank is compared, the hash of its parameters, its seconds of waiting and of a step."""
+_ROW = struct.Struct("<?Qfff")
+"""Whether this rank is compared, the hash of its parameters, its seconds of waiting and of a step, and the
+norm of what it owed after the step of the last look."""
 _MASK = 0xFFFFFFFFFFFFFFFF
 _WAITING = 0.3
 """Share of a step that others wait before a straggler is named."""
+_LARGEST = torch.finfo(torch.float32).max
+_NOT_FINITE = 10
+"""Steps in a row that do not count before a word about it. A loss scale that begins too high takes a few."""
 
 
 class Guard:
-    """Looks every ``every`` steps, beginning before the first; 0 never looks. 17 bytes to each other rank."""
+    """Looks every ``every`` steps, beginning before the first; 0 never looks. 21 bytes to each other rank."""
 
     def __init__(self, every: int, net: Transport, device: torch.device, stats: Ledger) -> None:
         self._every, self._net, self._device, self._stats = every, net, device, stats
         self._began = (time.perf_counter(), 0, 0.0)
         """When the last look was, at which step, and how long was waited until then."""
+        self._owed: Owed | None = None
+        """In a step that is looked at: what is left owed after it."""
+        self._norm, self._at = math.nan, 0
+        """The norm of what was owed after step ``_at``, as all ranks are told at the next look."""
+        self._growth = Growth()
+        self._lost = 0
+        """Steps in a row that did not count."""
 
     def look(self, parameters: Mapping[str, Tensor], step: int, *, joined: bool = False) -> None:
         """Before a step, all ranks together. SyncError on every rank if their ``parameters`` differ.
@@ -38,20 +51,74 @@ class Guard:
         It names the first parameter that differs. A ``joined`` rank, which has run out of data, keeps old
         weights until the others end: it takes part and is not compared.
         """
+        self._owed = None
         if not self._every or step % self._every or self._net.world_size == 1:
             return
+        self._owed = None if joined else Owed()
         hashes = {name: fingerprint(parameter) for name, parameter in parameters.items()}
         whole = 0
         for found in hashes.values():
             whole = (whole * 0x9E3779B97F4A7C15 + found + 1) & _MASK
-        rows = [_ROW.unpack(row) for row in self._everyones(_ROW.pack(not joined, whole, *self._pace(step)))]
+        mine = _ROW.pack(not joined, whole, *self._pace(step), min(self._norm, _LARGEST))
+        rows = [_ROW.unpack(row) for row in self._everyones(mine)]
         counting = [rank for rank, row in enumerate(rows) if row[0]]
         if len({rows[rank][1] for rank in counting}) > 1:
             self._name_the_first(hashes, counting, step)
-        self._stats.waits = [wait for _, _, wait, _ in rows]
+        self._stats.waits = [row[2] for row in rows]
         told = straggler(self._stats.waits, statistics.median(row[3] for row in rows))
         if told and self._net.rank == 0 and len(counting) == len(rows):  # who has no data left only waits
             logger.warning("%s (steps up to %d)", told, step)
+        self._judge([row[4] for row in rows])
+
+    def mean_(
+        self,
+        collective: Collective,
+        bucket: Tensor,
+        memory: Slot | None,
+        stamp: Stamp,
+        held: Held,
+        sent: list[Tensor] | None,
+    ) -> bool:
+        """``collective.mean_``; in a step that is looked at, what it leaves owed is measured beside it."""
+        if self._owed is None or memory is None:
+            return collective.mean_(bucket, memory, stamp, self._stats, held, sent)
+        with self._stats.phase("select"):
+            whole = memory.old + bucket  # a copy: the bucket will hold the mean
+        finite = collective.mean_(bucket, memory, stamp, self._stats, held, sent)
+        if finite:
+            with self._stats.phase("select"):
+                self._owed.add(memory.new, whole.sub_(memory.new))  # the law
+        return finite
+
+    def end_step(self, step: int, *, finite: bool) -> None:
+        """``step`` is over; ``finite`` if it counted, as all ranks know."""
+        self._lost = 0 if finite else self._lost + 1
+        tens, rest = divmod(self._lost, _NOT_FINITE)
+        if tens and not rest and tens.bit_count() == 1 and self._net.rank == 0:  # 10, 20, 40, ...
+            logger.warning(
+                "%d steps in a row had a NaN or an infinity in some rank's gradient: none of them changed a "
+                "residual, and with GradScaler none changed the weights. A loss scale that is too high comes "
+                "down by itself. Otherwise weights or data are bad: lower the learning rate, clip gradients, "
+                "and go on from a checkpoint (steps up to %d)",
+                self._lost,
+                step,
+            )
+        found = self._owed.figures() if self._owed is not None and finite else None
+        self._owed = None
+        if found is not None:
+            self._norm, self._at = found[0], step
+            self._stats.residual_norm, self._stats.residual_age = found
+        self._stats.close_step(finite=finite)
+
+    def _judge(self, norms: Sequence[float]) -> None:
+        """Rank 0 says so if the largest of what all ranks owe grows without bound."""
+        known = [(norm, rank) for rank, norm in enumerate(norms) if not math.isnan(norm)]
+        if self._net.rank or not known:
+            return
+        norm, rank = max(known)
+        times = self._growth.look(self._at, norm, self._stats.ratio)
+        if times is not None:
+            logger.warning("%s (steps up to %d)", advice(norm, rank, times, self._stats.ratio), self._at)
 
     def _pace(self, step: int) -> tuple[float, float]:
         """Seconds of waiting and of a whole step, means since the last look."""
@@ -73,6 +140,10 @@ class Guard:
                     "on all ranks: was a checkpoint loaded on one of them, or an update applied under a "
                     "condition?"
                 )
+        raise SyncError(
+            f"at step {step} the ranks' hashes of all parameters differ, and those of each do not: what one "
+            "of them sends is not what it has. Is its memory or its network at fault?"
+        )
 
     def _everyones(self, row: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(self._device)
@@ -93,7 +164,7 @@ def straggler(waits: Sequence[float], step: float) -> str | None:
     others = [wait for rank, wait in enumerate(waits) if rank != slowest]
     usual = statistics.median(others)
     lost = usual - waits[slowest]
-    if not step > 0 or lost < _WAITING * step:
+    if not (0 < step < math.inf and _WAITING * step <= lost < math.inf):  # nor where one is not a number
         return None
     return (
         f"rank {slowest} is a straggler: the others wait {usual:.3g} s of each step of {step:.3g} s, it "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,6 +15,8 @@ from ..version import WIRE_VERSION, __version__
 
 T = TypeVar("T")
 _LIMIT = 64 * 2**20
+_DEPTH = 16
+"""Dictionaries and lists inside of each other; a description of ours has four."""
 
 
 def fingerprint(config: CompressionConfig, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -43,8 +45,9 @@ def agree(transport: Transport, device: torch.device, prepare: Callable[[], tupl
     problem: Exception | None = None
     try:
         result, told = prepare()
+        json.dumps(told)  # what cannot be told is this rank's own error too
     except Exception as error:
-        problem = error
+        problem, told = error, {}
     try:
         handshake(transport, {"problem": problem and str(problem), **told}, device)
     except SyncError:
@@ -69,7 +72,12 @@ def handshake(transport: Transport, mine: Mapping[str, Any], device: torch.devic
     width = -(-max(lengths) // 8) * 8
     texts = torch.empty((transport.world_size, width), dtype=torch.uint8, device=device)
     transport.all_gather(texts, _row(text.ljust(width, b" "), device))
-    everyone = [json.loads(bytes(row[:n].tolist())) for row, n in zip(texts.cpu(), lengths, strict=True)]
+    compare([bytes(row[:n].tolist()) for row, n in zip(texts.cpu(), lengths, strict=True)])
+
+
+def compare(texts: Sequence[bytes]) -> None:
+    """Raises SyncError, naming rank and field, unless all ranks' descriptions are one and the same."""
+    everyone = [_read(rank, text) for rank, text in enumerate(texts)]
     for rank, theirs in enumerate(everyone):
         if theirs.get("problem"):
             raise SyncError(f"rank {rank} cannot take part: {theirs['problem']}")
@@ -79,6 +87,27 @@ def handshake(transport: Transport, mine: Mapping[str, Any], device: torch.devic
                 f"rank {rank} differs from rank 0 in {field}: {other!r}, not {first!r}. All workers need "
                 "the same model, the same configuration and the same release"
             )
+
+
+def _read(rank: int, text: bytes) -> dict[str, Any]:
+    """A rank's description. It came over the network: anything but ours is a SyncError."""
+    try:
+        found = json.loads(text)
+        if isinstance(found, dict) and _shallow(found):
+            return found
+        what = "is nested too deeply" if isinstance(found, dict) else f"is a {type(found).__name__}"
+    except (ValueError, RecursionError) as error:
+        what = f"cannot be read ({type(error).__name__})"
+    raise SyncError(f"rank {rank}'s description of its model {what}; is it one of ours?")
+
+
+def _shallow(value: dict[str, Any]) -> bool:
+    """Whether what follows can walk through ``value``: it calls itself for every level."""
+    level: list[Any] = [value]
+    for _ in range(_DEPTH):
+        dicts = [inner for each in level if isinstance(each, dict) for inner in each.values()]
+        level = dicts + [inner for each in level if isinstance(each, list) for inner in each]
+    return not any(isinstance(each, (dict, list)) for each in level)
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -44,6 +44,7 @@ class GradientSync:
     ) -> None:
         parameters = dict(model.module.named_parameters())
         device = next((p.device for p in parameters.values() if p.requires_grad), torch.device("cpu"))
+        self._device = device
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._parameters = parameters
         # What DDP was told to leave alone may differ from rank to rank.
@@ -129,8 +130,14 @@ class GradientSync:
         SyncError if another rank's does not fit or is of another step; nothing is changed then.
         """
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+
+        def prepare() -> tuple[None, dict[str, Any]]:
+            if isinstance(state, Mapping):
+                self._check_order(state)
+            return None, {}
+
+        agree(self._transport, self._device, prepare)
         if isinstance(state, Mapping):
-            self._check_order(state)
             present = [field for field in _BY_NAME if field in state]
             state = {**state, **{field: _each(self._in_memory_order, state[field]) for field in present}}
         self._reducer.load_state_dict(state, shapes)

@@ -293,13 +293,16 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _from_first_(net: Transport, tensors: Sequence[Tensor]) -> None:
-    """Overwrite ``tensors`` with rank 0's: everyone else adds nothing but zeros."""
+    """Overwrite ``tensors`` with rank 0's: everyone else adds nothing but zeros.
+
+    As bytes: a process group cannot add up every dtype, and with zeros added -0 becomes 0.
+    """
     for kind in {(tensor.dtype, tensor.device): None for tensor in tensors}:
         mine = [tensor for tensor in tensors if (tensor.dtype, tensor.device) == kind]
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in mine])
-        carried = flat.to(torch.uint8) if flat.dtype == torch.bool else flat
+        carried = flat.view(torch.uint8)
         if net.rank:
             carried.zero_()
         net.all_reduce(carried)
-        for tensor, part in zip(mine, torch.split(carried, [tensor.numel() for tensor in mine]), strict=True):
+        for tensor, part in zip(mine, torch.split(flat, [tensor.numel() for tensor in mine]), strict=True):
             tensor.copy_(part.view(tensor.shape))

@@ -16,7 +16,6 @@ from ..error_feedback.state import (
     AGREED,
     ESTIMATE,
     STATE_FORMAT,
-    SavedBucket,
     check_kept,
     check_state,
     saved_ratio,
@@ -25,21 +24,14 @@ from ..kernels import describe
 from ..kernels.reference import all_finite
 from ..layout import BucketLayout
 from ..metrics import Ledger
-from ..types import (
-    CompressionConfig,
-    Held,
-    SenderHalf,
-    Slot,
-    Stamp,
-    Transport,
-    check_ratio,
-    unknown_name,
-)
+from ..types import CompressionConfig, Held, SenderHalf, Slot, Stamp, Transport, check_ratio, unknown_name
 from .adaptive import Allotment, check_factors
 from .ef21 import make_memory
 from .guard import Guard
+from .half import FirstHalf
 from .handshake import agree, digest
 from .lanes import COLLECTIVES, Lanes, split_by_size
+from .rollcall import in_bucket
 
 
 class Reducer:
@@ -75,14 +67,14 @@ class Reducer:
         self.step = 0
         self.taken = 0
         """Steps that counted: nobody's gradient was NaN or infinite."""
-        self._sender = sender
+        self._half = FirstHalf(sender)
         self._ef21 = make_memory(self.config)
-        if self._ef21 is not None and sender is not None and sender.masking:
+        if self._ef21 is not None and self._half.masking:
             raise ValueError(
                 f"memory={config.memory!r} with momentum masking: masked is what was sent of a debt, and "
                 "EF21 has none. Use masking=False, or memory='ef'"
             )
-        kept = (*(sender.memories if sender else ()), *(self._ef21.memories if self._ef21 else ()))
+        kept = (*self._half.memories, *(self._ef21.memories if self._ef21 else ()))
         self.kept = {name: ErrorFeedbackBuffer() for name in kept}
         """What the sender's half remembers, and EF21."""
         smallest = config.min_compress_numel if compressor.small_tensors_apart else 0
@@ -135,9 +127,9 @@ class Reducer:
                 self._reduce_parts_(layout, parts, bucket, joined)
         elif layout.numel > 0:
             held = self._unused(layout, bucket)
-            self._after_(self._before_(layout, bucket, held), None, held)
-            self._pay_(layout, bucket)
-            self._finite &= not self._touched or all_finite(bucket)
+            self._half.after_(self._before_(layout, bucket, held), None, held)
+            self._pay_(layout, bucket, held)
+            self._finite &= all_finite(bucket)
         if last:
             self._end_step()
 
@@ -150,6 +142,7 @@ class Reducer:
         """Forget a step that was begun and not ended: residuals are as before it."""
         self._touched, self._finite, self._seen = [], True, []
         self._allotment.forget()
+        self._half.forget()
 
     def _reduce_part_(self, layout: BucketLayout, bucket: Tensor, joined: bool) -> None:
         collective = self._lanes.open(layout, bucket.device)
@@ -158,20 +151,22 @@ class Reducer:
         held = [(0, layout.numel)] if joined else self._unused(layout, bucket)
         with self.stats.phase("select"):
             kept = self._before_(layout, bucket, held)
-        sent: list[Tensor] | None = [] if self._sender is not None and self._sender.masking else None
+        sent: list[Tensor] | None = [] if self._half.masking else None
         if self._ef21 is not None:
             slots = self._open(layout, bucket.device, self._ef21.memories)
-            finite = self._ef21.mean_(collective, bucket, slots, stamp, self.stats, self.taken)
+            with in_bucket(layout, stamp):
+                finite = self._ef21.mean_(collective, bucket, slots, stamp, self.stats, self.taken)
         else:
             memory = self.memory.open(layout, bucket.device) if self.config.error_feedback else None
             if memory is not None and self._allotment.due(self.taken):
                 with self.stats.phase("select"):
                     self._allotment.look(layout, memory.old, bucket)
-            finite = collective.mean_(bucket, memory, stamp, self.stats, held, sent)
+            with in_bucket(layout, stamp):
+                finite = self._guard.mean_(collective, bucket, memory, stamp, held, sent)
             self._touched += [memory] if memory is not None else []
         self._finite &= finite
         with self.stats.phase("select"):
-            self._after_(kept, sent, held)
+            self._half.after_(kept, sent, held)
         self._touched += collective.slots
         self.stats.bucket(bucket.numel() * bucket.element_size(), self.transport.world_size)
 
@@ -193,21 +188,9 @@ class Reducer:
 
     def _before_(self, layout: BucketLayout, bucket: Tensor, held: Held) -> dict[str, Slot]:
         """The sender's half of the optimizer, and what it remembers; it wants nothing in ranges ``held``."""
-        if self._sender is None:
-            return {}
-        slots = self._open(layout, bucket.device, self._sender.memories)
-        self._sender.before_(layout, bucket, slots, self.taken)
-        for a, b in held:
-            bucket[a:b] = 0
+        slots = self._open(layout, bucket.device, self._half.memories)
+        self._half.before_(layout, bucket, slots, held, self.taken)
         return slots
-
-    def _after_(self, slots: Mapping[str, Slot], sent: Sequence[Tensor] | None, held: Held) -> None:
-        """The end of the sender's half; it forgets nothing where there was no gradient."""
-        if self._sender is not None and sent is not None:
-            self._sender.after_(slots, sent)
-        for slot in slots.values():
-            for a, b in held:
-                slot.new[a:b] = slot.old[a:b]
 
     def _open(self, layout: BucketLayout, device: torch.device, names: Sequence[str]) -> dict[str, Slot]:
         """The slots of what is kept under ``names``; what is written there counts if the step does."""
@@ -215,27 +198,34 @@ class Reducer:
         self._touched += slots.values()
         return slots
 
-    def _pay_(self, layout: BucketLayout, bucket: Tensor) -> None:
-        """Alone there is nothing to send: what an earlier, larger job still owed is applied now."""
+    def _pay_(self, layout: BucketLayout, bucket: Tensor, held: Held) -> None:
+        """Alone there is nothing to send: what an earlier, larger job still owed is applied now.
+
+        Not in the ranges ``held``, where DDP would throw it away.
+        """
         if self._ef21 is not None:
             self._ef21.alone_(bucket, self._open(layout, bucket.device, self._ef21.memories), self.taken)
         elif any(name in self.memory for name in layout.names):
             slot = self.memory.open(layout, bucket.device)
-            bucket += slot.old
+            due = slot.old.clone()
             slot.new.zero_()
+            for a, b in held:
+                slot.new[a:b], due[a:b] = due[a:b], 0
+            bucket += due
             self._touched.append(slot)
 
     def _end_step(self) -> None:
         if self._finite:
             if self._allotment.due(self.taken) and self.transport.world_size > 1:
-                with self.stats.phase("wait"):  # before anything counts: a peer may be gone
-                    factors = self._allotment.settle(self.ratio, self.transport, self._device)
-                self.compressor.factors = factors
+                # Before anything counts: a peer may be gone.
+                settle, net = self._allotment.settle, self.transport
+                self.compressor.factors = settle(self.ratio, net, self._device, self.stats)
             for slot in self._touched:
                 slot.commit()
+            self._half.count()
             self.taken += 1
         self.stats.collectives = self._lanes.count(self._seen)
-        self.stats.close_step(finite=self._finite)
+        self._guard.end_step(self.step, finite=self._finite)
         self.step += 1
         self.abandon_step()
 
@@ -254,6 +244,7 @@ class Reducer:
             "format": STATE_FORMAT,
             "step": self.step,
             "taken": self.taken,
+            "missed": self._half.state_dict(),
             "rank": self.transport.rank,
             "world_size": self.transport.world_size,
             "config": self.config.as_dict(),
@@ -272,7 +263,7 @@ class Reducer:
         back, unless this run was configured with another one than that of the state.
         """
 
-        def prepare() -> tuple[tuple[list[SavedBucket], float, dict[str, float]], dict[str, Any]]:
+        def prepare() -> tuple[tuple[Any, ...], dict[str, Any]]:
             plan = check_state(state, self.transport.rank, self.transport.world_size, shapes)
             check_kept(state, self.kept)
             if not self.config.error_feedback and any(bool(r.any()) for r in state["residuals"].values()):
@@ -291,13 +282,14 @@ class Reducer:
                 "buckets": names,
             }
             told["agreed"] = digest(state["kept"].get(AGREED, {}))
-            return (plan, ratio, factors), {"state": told}
+            return (plan, ratio, factors, self._half.checked(state, shapes)), {"state": told}
 
-        plan, ratio, self.compressor.factors = agree(self.transport, self._device, prepare)
+        plan, ratio, self.compressor.factors, missed = agree(self.transport, self._device, prepare)
         self.take_ratio(ratio)
         self.memory.load_state_dict(state["residuals"])
         for name, kept in self.kept.items():
             kept.load_state_dict(state["kept"][name])
+        self._half.load(missed)
         self.step, self.taken = int(state["step"]), int(state["taken"])
         self._lanes.load(plan)
         self.abandon_step()

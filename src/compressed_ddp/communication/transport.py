@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..types import SyncError, Transport
+from .rollcall import RollCall, exchange_failed, grace, new_address, open_sockets
 
 # torch 2.13 renamed it and warns about the old name.
 _all_gather: Callable[..., Any] = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
+
 
 _DIRECT = 2**20
 """Rows of up to so many bytes go straight from everyone to everyone on gloo."""
@@ -34,10 +36,12 @@ class TorchTransport:
         ranks = dist.get_process_group_ranks(parent or dist.group.WORLD)
         self.backend = dist.get_backend(parent)
         self._whole = len(ranks) == dist.get_world_size()
+        self._roll: RollCall | None = None
+        before = open_sockets()
         # Only members of ``parent`` are here, so a part of the world must not wait for the rest.
         self.group: Any = dist.new_group(
             ranks=ranks,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=timeout - grace(timeout)),
             backend=self.backend,
             use_local_synchronization=not self._whole,
         )
@@ -45,23 +49,29 @@ class TorchTransport:
         self.world_size = dist.get_world_size(self.group)
         self.timeout = timeout
         self._closing = threading.Lock()
+        if self.backend == "gloo" and self.world_size > 1:
+            self._roll = RollCall(self.rank, self.world_size, new_address(before), self._everyones)
 
     def all_gather(self, out: Tensor, row: Tensor) -> None:
         """gloo's own goes round a ring: P - 1 times the latency for the same bytes."""
-        with self._named("all-gather") as group:
-            if self.backend == "gloo" and row.nbytes <= _DIRECT:
-                copies = row.expand(self.world_size, -1).contiguous()
-                dist.all_to_all_single(out.view(-1), copies.view(-1), group=group)
-            else:
-                _all_gather(out.view(-1), row, group=group)
+        flat = out.view(-1)
+        if self.backend == "gloo" and row.nbytes <= _DIRECT:
+            copies = row.expand(self.world_size, -1).contiguous().view(-1)
+            self._exchange("all-gather", lambda group: dist.all_to_all_single(flat, copies, group=group))
+        else:
+            self._exchange("all-gather", lambda group: _all_gather(flat, row, group=group))
 
     def all_to_all(self, out: Tensor, rows: Tensor) -> None:
-        with self._named("all-to-all") as group:
-            dist.all_to_all_single(out.view(-1), rows.view(-1), group=group)
+        flat, mine = out.view(-1), rows.view(-1)
+        self._exchange("all-to-all", lambda group: dist.all_to_all_single(flat, mine, group=group))
 
     def all_reduce(self, tensor: Tensor) -> None:
-        with self._named("all-reduce") as group:
-            dist.all_reduce(tensor, group=group)
+        self._exchange("all-reduce", lambda group: dist.all_reduce(tensor, group=group))
+
+    def _everyones(self, row: bytes) -> list[bytes]:
+        out = torch.empty((self.world_size, len(row)), dtype=torch.uint8)
+        self.all_gather(out, torch.frombuffer(bytearray(row), dtype=torch.uint8))
+        return [bytes(found.tolist()) for found in out]
 
     def alive(self) -> bool:
         try:
@@ -78,27 +88,32 @@ class TorchTransport:
         of it now and not when they time out.
         """
         with self._closing:  # one of several threads takes it: for torch, no group means all of them
-            alive = self.alive()
-            if not (self._whole or failed or not alive):
-                return
-            group, self.group = self.group, None
-        if alive:
+            alive, roll, self._roll = self.alive(), self._roll, None
+            ends, group = self._whole or failed or not alive, self.group
+            if ends:
+                self.group = None
+        if roll is not None:
+            if failed and alive:  # this rank's own fault: the others learn it before they lose it
+                roll.call(grace(self.timeout), own=True)
+            roll.close()
+        if ends and alive:
             dist.destroy_process_group(group)
         # The last reference goes here, and with it the sockets and gloo's threads.
 
-    @contextmanager
-    def _named(self, what: str) -> Iterator[Any]:
-        """The group, once and for all: another thread may close this, and for torch None is the world."""
+    def _exchange(self, what: str, operation: Callable[[Any], object]) -> None:
+        """``operation`` with the group. Another thread may close this, and torch takes None for the world."""
         group = self.group
         if group is None:
             raise SyncError(f"{what} after the end: this synchroniser was closed, or failed before")
         try:
-            yield group
+            operation(group)
         except RuntimeError as error:
-            raise SyncError(
-                f"{what} failed on rank {self.rank} of {self.world_size}: a peer is gone or silent "
-                f"for {self.timeout:g} s ({error})"
-            ) from error
+            # Whoever keeps the error must not keep the group by it, and gloo's threads with that.
+            group = None
+            traceback.clear_frames(error.__traceback__)
+            roll, self._roll = self._roll, None
+            self.close(failed=True)
+            raise exchange_failed(what, self.rank, self.world_size, roll, self.timeout, error) from error
 
 
 class InProcessTransport:
@@ -108,18 +123,18 @@ class InProcessTransport:
         self._hub, self.rank, self.world_size = hub, rank, hub.world_size
 
     def all_gather(self, out: Tensor, row: Tensor) -> None:
-        rows = self._hub.exchange(self.rank, row)
+        rows = self._hub.exchange(self.rank, row, "all-gather")
         out.view(self.world_size, -1).copy_(torch.stack(rows).view(self.world_size, -1))
-        self._hub.wait()
+        self._hub.wait("all-gather")
 
     def all_to_all(self, out: Tensor, rows: Tensor) -> None:
-        all_rows = self._hub.exchange(self.rank, rows.view(self.world_size, -1))
+        all_rows = self._hub.exchange(self.rank, rows.view(self.world_size, -1), "all-to-all")
         out.view(self.world_size, -1).copy_(torch.stack([theirs[self.rank] for theirs in all_rows]))
-        self._hub.wait()
+        self._hub.wait("all-to-all")
 
     def all_reduce(self, tensor: Tensor) -> None:
-        total = torch.stack(self._hub.exchange(self.rank, tensor)).sum(0)
-        self._hub.wait()
+        total = torch.stack(self._hub.exchange(self.rank, tensor, "all-reduce")).sum(0)
+        self._hub.wait("all-reduce")
         tensor.copy_(total)
 
     def alive(self) -> bool:
@@ -143,17 +158,19 @@ class InProcessHub:
         self._slots: list[Tensor | None] = [None] * world_size
         self._barrier = threading.Barrier(world_size, timeout=timeout)
 
-    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+    def exchange(self, rank: int, tensor: Tensor, what: str) -> list[Tensor]:
         """Everyone's tensor; the caller must read it before its next ``wait``."""
         self._slots[rank] = tensor
-        self.wait()
+        self.wait(what)
         return [slot for slot in self._slots if slot is not None]
 
-    def wait(self) -> None:
+    def wait(self, what: str) -> None:
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError as error:
-            raise SyncError("a peer of this in-process network is gone or silent") from error
+            raise SyncError(
+                f"{what} failed: a peer of this in-process network is gone or silent", phase=what
+            ) from error
 
     def broken(self) -> bool:
         return self._barrier.broken

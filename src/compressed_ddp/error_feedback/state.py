@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,30 +37,64 @@ class SavedBucket:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> SavedBucket:
-        shapes = tuple(torch.Size(shape) for shape in saved["shapes"])
-        return cls(BucketLayout(tuple(saved["names"]), shapes), saved["way"], dict(saved["state"]))
+        names, shapes, way, state = (saved[key] for key in ("names", "shapes", "way", "state"))
+        fits = _listed(names, str) and _listed(shapes, (list, tuple)) and len(names) == len(shapes) > 0
+        fits = fits and isinstance(way, str) and isinstance(state, Mapping)
+        if not fits or not all(_listed(shape, int) for shape in shapes):
+            raise ValueError("damaged state: a bucket without names, shapes or a way to travel")
+        return cls(BucketLayout(tuple(names), tuple(map(torch.Size, shapes))), way, dict(state))
+
+
+def _listed(value: object, kind: type | tuple[type, ...]) -> bool:
+    """Whether ``value`` is a list of such things: not, say, a tensor that would be read number by number."""
+    return isinstance(value, (list, tuple)) and all(isinstance(each, kind) for each in value)
 
 
 def check_state(
     state: Mapping[str, Any], rank: int, world_size: int, shapes: Mapping[str, torch.Size]
 ) -> list[SavedBucket]:
     """The buckets of ``state``; raises ValueError, with the way out, unless it fits this rank of this job."""
-    _check_origin(state, rank, world_size)
-    try:
-        for what, tensors in {"residual": state["residuals"], **state["kept"]}.items():
+    with _damage_told():
+        _check_origin(state, rank, world_size)
+        for what, tensors in [("residual", state["residuals"]), *state["kept"].items()]:
             for name, tensor in tensors.items():
-                check_tensor(f"{what} of {name!r}", tensor)
                 if name not in shapes:
                     raise ValueError(f"state has a {what} for {name!r}, which this model does not have")
-                if tensor.shape != shapes[name]:
-                    found, wanted = tuple(tensor.shape), tuple(shapes[name])
-                    raise ValueError(f"{what} of {name!r} has shape {found}, the parameter {wanted}")
-        buckets = [SavedBucket.from_dict(bucket) for bucket in state["buckets"]]
+                check_tensor(f"{what} of {name!r}", tensor, shapes[name])
+        buckets = [SavedBucket.from_dict(bucket) for bucket in _buckets(state)]
         for bucket in buckets:
             _check_bucket(bucket, rank, world_size, shapes)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"damaged state: {type(error).__name__} {error}") from error
+        _check_once([name for bucket in buckets for name in bucket.layout.names])
     return buckets
+
+
+def _buckets(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if not _listed(state["buckets"], Mapping):
+        raise ValueError("damaged state: its buckets are not a list of them")
+    return list(state["buckets"])
+
+
+@contextmanager
+def _damage_told() -> Iterator[None]:
+    """What goes wrong inside because a state is not made like ours becomes a ValueError that says so."""
+    try:
+        yield
+    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError) as error:
+        raise ValueError(f"damaged state: {type(error).__name__} {error}") from error
+
+
+def check_count(what: str, number: object) -> None:
+    """Raises ValueError, naming ``what``, unless ``number`` is one that can be counted to."""
+    if not isinstance(number, int) or number < 0:
+        raise ValueError(f"damaged state: {what} is {str(number)[:40]!r}, not a number that counts")
+
+
+def _check_once(names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"damaged state: {name!r} is in its buckets more than once")
+        seen.add(name)
 
 
 def check_local(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Mapping[str, Any]:
@@ -70,21 +105,17 @@ def check_local(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> M
             "not a state of LocalSync: a run without local steps cannot go on with them from its state; load "
             "its weights and begin without one"
         )
-    try:
+    with _damage_told():
+        check_count("since", local["since"])
         for what in ("anchor", "momentum", *(["weights"] if local["since"] else [])):
-            tensors = local[what]
+            tensors = dict(local[what].items())
             for name in [*shapes, *tensors]:
                 if name not in shapes or name not in tensors:
                     where = "state" if name in tensors else "model"
                     raise ValueError(
                         f"{what}: {name!r} is in the {where} alone; was it saved from another model?"
                     )
-                check_tensor(f"{what} of {name!r}", tensors[name])
-                if tensors[name].shape != shapes[name]:
-                    found, wanted = tuple(tensors[name].shape), tuple(shapes[name])
-                    raise ValueError(f"{what} of {name!r} has shape {found}, the parameter {wanted}")
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"damaged state: {type(error).__name__} {error}") from error
+                check_tensor(f"{what} of {name!r}", tensors[name], shapes[name])
     return local
 
 
@@ -101,13 +132,12 @@ def check_kept(state: Mapping[str, Any], names: Iterable[str]) -> None:
 
 def saved_ratio(state: Mapping[str, Any], configured: float) -> float | None:
     """The ratio in force when ``state`` was saved; None if that run was not ``configured`` like this one."""
-    try:
+    with _damage_told():
         began = state["config"]["ratio"]
         ratio = state.get("ratio", began)  # states of older versions have one ratio throughout
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"damaged state: {type(error).__name__} {error}") from error
-    check_ratio(ratio)
-    return float(ratio) if began == configured else None
+        check_ratio(began)
+        check_ratio(ratio)
+        return float(ratio) if began == configured else None
 
 
 def _check_bucket(bucket: SavedBucket, rank: int, world_size: int, shapes: Mapping[str, torch.Size]) -> None:
@@ -124,10 +154,17 @@ def _check_bucket(bucket: SavedBucket, rank: int, world_size: int, shapes: Mappi
         )
 
 
-def check_tensor(what: str, tensor: object) -> None:
-    """Raises ValueError, naming ``what``, unless ``tensor`` is one of finite floats."""
+def check_tensor(what: str, tensor: object, shape: torch.Size | None = None) -> None:
+    """Raises ValueError, naming ``what``, unless ``tensor`` is one of finite floats, and of ``shape``."""
     if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
         raise ValueError(f"{what} is not a floating point tensor: this state is damaged")
+    if shape is not None and tensor.shape != shape:
+        raise ValueError(f"{what} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise ValueError(f"{what} is a tensor without entries of its own: this state is damaged")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        # Looking at it would take as much memory as it claims to have.
+        raise ValueError(f"{what} repeats a few entries {tensor.numel():,} times: this state is damaged")
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError(f"{what} has NaN or infinite entries: this state is damaged")
 
@@ -144,6 +181,8 @@ def _check_origin(state: Mapping[str, Any], rank: int, world_size: int) -> None:
             "state was saved by LocalSync: what it owes are changes of weights, not gradients. Go on with "
             "local steps, or load its weights and begin without a state"
         )
+    for field in ("format", "step", "taken", "rank", "world_size"):
+        check_count(field, state[field])
     if state["format"] != STATE_FORMAT:
         raise ValueError(f"state has format {state['format']}, this release reads {STATE_FORMAT}")
     if state["world_size"] != world_size:
@@ -175,14 +214,35 @@ def reshard_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list
     are the old ones, bit for bit.
     """
     old = len(states)
-    ranks = [state.get("rank") for state in states]
-    if not states or ranks != list(range(old)) or states[0]["world_size"] != old:
-        raise ValueError(f"pass the states of all ranks of one job, in rank order; got ranks {ranks}")
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
-    if world_size == old:
-        return [dict(state) for state in states]
-    states = [_at_anchor(state) for state in states]
+    with _damage_told():
+        ranks = [state.get("rank") for state in states]
+        worlds = [state.get("world_size") for state in states]
+        if not _listed(ranks + worlds, int) or ranks != list(range(old)) or not worlds or {*worlds} != {old}:
+            raise ValueError(f"pass the states of all ranks of one job, in rank order; got ranks {ranks}")
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        return [dict(state) for state in states] if world_size == old else _resharded(states, world_size)
+
+
+def check_missed(state: Mapping[str, Any]) -> dict[str, int]:
+    """How many steps each parameter was not there for; ValueError unless they are numbers by name."""
+    missed, taken = state.get("missed", {}), state["taken"]
+    check_count("taken", taken)
+    if not isinstance(missed, Mapping):
+        raise ValueError(f"damaged state: missed steps are {type(missed).__name__}")
+    for name, steps in missed.items():
+        check_count(f"steps missed by {str(name)[:40]!r}", steps)
+        if steps > taken:
+            raise ValueError(f"damaged state: {name!r} missed {steps} of {taken} steps")
+    return dict(missed)
+
+
+def _resharded(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    for state in states:
+        for what, tensors in [("residual", state["residuals"]), *state["kept"].items()]:
+            for name, tensor in tensors.items():
+                check_tensor(f"{what} of {name!r}", tensor)
+    old, states = len(states), [_at_anchor(state) for state in states]
     debts = [_folded(state) for state in states]
     names = sorted({name for debt in debts for name in debt})
     new: list[dict[str, Any]] = []
@@ -198,9 +258,11 @@ def reshard_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list
                 total += debt / world_size
             residuals[name] = total * (world_size / old)
         kept = states[rank]["kept"] if rank < old else _mean([state["kept"] for state in states])
+        missed = [check_missed(state) for state in states]
         new.append(
             dict(states[min(rank, old - 1)])
             | {"rank": rank, "world_size": world_size, "residuals": residuals, "kept": kept, "buckets": []}
+            | {"missed": missed[rank] if rank < old else _mean_counts(missed)}
         )
     if ESTIMATE in new[0]["kept"]:
         agreed = _mean([{AGREED: state["kept"][ESTIMATE]} for state in new])
@@ -243,12 +305,24 @@ def _mean(kept: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[
     }
 
 
+def _mean_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Every name's mean; one that is not there counts as zero."""
+    names = sorted({name for each in counts for name in each})
+    return {name: round(sum(each.get(name, 0) for each in counts) / len(counts)) for name in names}
+
+
 def _folded(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """A state's residuals, with what its rank owes as an owner added. With EF21 nobody owes."""
     residuals = {name: residual.clone() for name, residual in state["residuals"].items()}
-    for saved in state["buckets"]:
+    for saved in _buckets(state):
         bucket = SavedBucket.from_dict(saved)
         if "owner" in bucket.state and ESTIMATE not in state["kept"]:
+            check_tensor(f"owner of the bucket with {bucket.layout.names[0]!r}", bucket.state["owner"])
+            if any(
+                residuals[n].shape != s
+                for n, s in zip(bucket.layout.names, bucket.layout.shapes, strict=True)
+            ):
+                raise ValueError("damaged state: a bucket's shapes are not those of what is owed")
             flat = torch.zeros(bucket.layout.numel)
             fold_owner_(flat, bucket.state["owner"].cpu(), state["rank"], state["world_size"])
             for at, (name, view) in enumerate(bucket.layout.views(flat).items()):

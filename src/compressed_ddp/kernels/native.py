@@ -13,7 +13,16 @@ from torch import Tensor
 from ..layout import Partition
 from ..types import WireError
 from . import _native, reference
-from .reference import FLOATS, LOG_BITS, CodedEntries, ef_low_bits, ef_nbytes, log_nbytes
+from .reference import (
+    FLOATS,
+    LOG_BITS,
+    CodedEntries,
+    check_room,
+    check_shard,
+    ef_low_bits,
+    ef_nbytes,
+    log_nbytes,
+)
 
 # kernels.h: enum cddp_status
 _NOT_FINITE, _NO_MEMORY, _WRONG_COUNT, _OUT_OF_RANGE, _NOT_INCREASING, _BAD_SCALE = 1, 2, 3, 4, 5, 6
@@ -118,9 +127,9 @@ def sum_coded_(
     _check(out, torch.float32, part.numel)
     rows = []
     for shard, index_part, value_part, numel, capacity, count in messages:
-        if numel != part.local_numel(shard):
-            raise ValueError(f"message about {numel} elements; shard {shard} has {part.local_numel(shard)}")
+        check_shard(part, shard, numel)
         low, bitmap = _check_sizes(index_part, numel, capacity)
+        check_room(count, capacity)
         size = log_nbytes(LOG_BITS[values], count) if values in LOG_BITS else count * FLOATS[values].itemsize
         if value_part.numel() != size:
             raise WireError(f"value part has {value_part.numel()} bytes, not {size}")
@@ -165,6 +174,7 @@ def ef_encode(indices: Tensor, numel: int, capacity: int, out: Tensor | None = N
 def ef_decode(data: Tensor, numel: int, capacity: int, count: int) -> Tensor:
     """The inverse of ``ef_encode``; raises WireError for anything it could not have written."""
     low, bitmap = _check_sizes(data, numel, capacity)
+    check_room(count, capacity)
     if capacity == 0:
         return torch.empty(0, dtype=torch.int64)
     indices = torch.empty(count, dtype=torch.int64)

@@ -51,6 +51,7 @@ def sum_coded_(
     """As ``accumulate_``, from entries as they travel, all checked first: raises WireError."""
     pieces = []
     for shard, index_part, value_part, numel, capacity, count in messages:
+        check_shard(part, shard, numel)
         indices = ef_decode(index_part, numel, capacity, count)
         if values in FLOATS:
             numbers = float_decode(value_part, FLOATS[values], count)
@@ -59,6 +60,13 @@ def sum_coded_(
         pieces.append((shard, numbers, indices))
     out.zero_()
     _add(out, part, pieces, scale)
+
+
+def check_shard(part: Partition, shard: int, numel: int) -> None:
+    """Raises ValueError unless ``part`` has such a shard, of ``numel`` elements."""
+    if not 0 <= shard < part.shards or numel != part.local_numel(shard):
+        found = part.local_numel(shard) if 0 <= shard < part.shards else "no"
+        raise ValueError(f"message about {numel} elements; shard {shard} has {found}")
 
 
 def _add(out: Tensor, part: Partition, pieces: Sequence[tuple[int, Tensor, Tensor]], scale: float) -> None:
@@ -122,6 +130,12 @@ def ef_nbytes(numel: int, capacity: int) -> int:
     return -(-low * capacity // 8) + -(-(capacity + (numel >> low) + 1) // 8)
 
 
+def check_room(count: int, capacity: int) -> None:
+    """Raises WireError unless ``count`` entries fit where there is room for ``capacity``."""
+    if not 0 <= count <= capacity:
+        raise WireError(f"index part of {count} entries, where there is room for {capacity}")
+
+
 def ef_encode(indices: Tensor, numel: int, capacity: int, out: Tensor | None = None) -> Tensor:
     """Strictly increasing indices below ``numel``, at most ``capacity``, as Elias-Fano bytes.
 
@@ -148,6 +162,7 @@ def ef_decode(data: Tensor, numel: int, capacity: int, count: int) -> Tensor:
     """The inverse of ``ef_encode``; raises WireError for anything it could not have written."""
     if data.numel() != ef_nbytes(numel, capacity):
         raise WireError(f"index part has {data.numel()} bytes, not {ef_nbytes(numel, capacity)}")
+    check_room(count, capacity)
     if capacity == 0:
         return torch.empty(0, dtype=torch.int64, device=data.device)
     low = ef_low_bits(numel, capacity)
@@ -283,6 +298,8 @@ __all__ = [
     "CodedEntries",
     "accumulate_",
     "all_finite",
+    "check_room",
+    "check_shard",
     "checksum",
     "ef_decode",
     "ef_encode",

@@ -99,6 +99,10 @@ class Lab(Network):
             )
         return result
 
+    def cut(self, host: int) -> None:
+        """Pull the cable of a host out of the switch. Connections are not told: they fall silent."""
+        call(["ip", "-n", self.switch, "link", "set", f"port{host}", "down"])
+
     def _enter_host(self, host: int) -> list[str]:
         return [tool("ip"), "netns", "exec", self.namespace(host)]
 

@@ -138,7 +138,8 @@ def _with_own_cores(found: list[Summary], hosts: int, plan: Plan, rate: float | 
     result = []
     for each in found:
         seconds = None
-        if each.sent is not None and each.method != "none":
+        # Rows of a file may name a method that is no more.
+        if each.sent is not None and each.method != "none" and each.method in METHODS:
             buckets = single if METHODS[each.method].one_bucket else several
             cpu = 1e-3 * each.cpu
             seconds = own_cores(hosts, each.method, cpu, each.sent, rate, buckets, network)

@@ -54,6 +54,10 @@ class Ledger:
         """How many buckets of the current layout go which way."""
         self.waits: list[float] = []
         """Seconds of a step that each rank waited, as the guard last saw it: the least is waited for."""
+        self.residual_norm: float | None = None
+        """The Euclidean norm of what this rank had not sent, when the guard last looked."""
+        self.residual_age: float | None = None
+        """How many steps that waits on average: what is owed by what a step sends, in sums of magnitudes."""
         self.total = StepRecord()
         self.last = StepRecord()
         self._open = StepRecord()
@@ -95,6 +99,8 @@ class Ledger:
             "error_feedback": self.error_feedback,
             "collectives": dict(self.collectives),
             "waits": list(self.waits),
+            "residual_norm": self.residual_norm,
+            "residual_age": self.residual_age,
             "saved_percent": self.total.saved(),
             **asdict(self.total),
         }
@@ -119,6 +125,8 @@ class Ledger:
         lines.append(f"{'saved':<12}{last.saved():>13.2f}%{total.saved():>13.2f}%")
         for name in TIMES:
             lines.append(f"{name:<12}{getattr(last, name) * 1e3:>11.1f} ms{getattr(total, name):>12.2f} s")
+        if self.residual_norm is not None and self.residual_age is not None:
+            lines.append(f"not sent yet   norm {self.residual_norm:.4g}, {self.residual_age:.1f} steps old")
         if any(self.waits):
             waits = ", ".join(f"{rank}: {wait * 1e3:.1f} ms" for rank, wait in enumerate(self.waits))
             lines.append(f"waits by rank  {waits}")

@@ -68,12 +68,15 @@ class SplitOptimizer(torch.optim.Optimizer):
 
     def describe(self) -> dict[str, Any]:
         """What must be equal on all workers."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        groups = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {"kind": type(self).__name__, "max_norm": self.max_norm, "groups": groups}
 
-    def before_(self, layout: BucketLayout, bucket: Tensor, slots: Mapping[str, Slot], taken: int) -> None:
-        """Replace a bucket of gradients by what this worker would do; ``taken`` steps were taken before.
+    def before_(
+        self, layout: BucketLayout, bucket: Tensor, slots: Mapping[str, Slot], taken: Sequence[int]
+    ) -> None:
+        """Replace a bucket of gradients by what this worker would do.
 
+        ``taken``: how many steps each parameter was there for before; not all need have been in all steps.
         What comes out is not finite wherever the gradient, or what would be remembered of it, is not.
         """
         gradient = bucket.to(torch.float32)
@@ -81,9 +84,9 @@ class SplitOptimizer(torch.optim.Optimizer):
             limit = self.max_norm * self.slack() * math.sqrt(layout.numel / self._numel)
             # Without a look at the norm from here: that would wait for the device.
             gradient *= (limit / gradient.norm()).clamp(max=1.0)
-        for start, stop, options in self._runs(layout):
+        for start, stop, options, before in self._runs(layout, taken):
             mine = {name: Memory(slot.old[start:stop], slot.new[start:stop]) for name, slot in slots.items()}
-            self.local_(gradient[start:stop], mine, options, taken)
+            self.local_(gradient[start:stop], mine, options, before)
         if not all(all_finite(slot.new) for slot in slots.values()):
             gradient.fill_(torch.nan)
         if gradient is not bucket:
@@ -96,7 +99,10 @@ class SplitOptimizer(torch.optim.Optimizer):
     def local_(
         self, gradient: Tensor, memory: Mapping[str, Memory], options: Mapping[str, Any], taken: int
     ) -> None:
-        """Overwrite ``gradient`` (flat, float32) with what this worker wants, to be subtracted."""
+        """Overwrite ``gradient`` (flat, float32) with what this worker wants, to be subtracted.
+
+        These parameters were there for ``taken`` steps before.
+        """
         raise NotImplementedError
 
     def after_(self, slots: Mapping[str, Slot], sent: Sequence[Tensor]) -> None:
@@ -130,14 +136,21 @@ class SplitOptimizer(torch.optim.Optimizer):
             torch._foreach_mul_(parameters, 1.0 - options["lr"] * options["weight_decay"])
         torch._foreach_sub_(parameters, means)
 
-    def _runs(self, layout: BucketLayout) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
-        """Stretches of the bucket whose parameters are in one group: start, stop, its options."""
-        groups = [self._group_of[name] for name in layout.names]
+    def _runs(
+        self, layout: BucketLayout, taken: Sequence[int]
+    ) -> Iterator[tuple[int, int, Mapping[str, Any], int]]:
+        """Stretches of parameters of one group and as many steps: start, stop, the group's options, steps."""
+        kinds = [(self._group_of[name], steps) for name, steps in zip(layout.names, taken, strict=True)]
         start = 0
-        for at, group in enumerate(groups):
-            if at + 1 == len(groups) or groups[at + 1] != group:
-                yield layout.offsets[start], layout.offsets[at + 1], self.param_groups[group]
+        for at, (group, steps) in enumerate(kinds):
+            if at + 1 == len(kinds) or kinds[at + 1] != (group, steps):
+                yield layout.offsets[start], layout.offsets[at + 1], self.param_groups[group], steps
                 start = at + 1
+
+
+def _plain(option: Any) -> Any:
+    """An option as it is compared: a learning rate may be a tensor."""
+    return option.tolist() if isinstance(option, Tensor) else option
 
 
 def checked_split(optimizer: object) -> SplitOptimizer:

@@ -69,11 +69,22 @@ def good(rows: Iterable[Row]) -> list[Row]:
 
 
 def whole_model(rows: Iterable[Row]) -> tuple[list[Row], list[int]]:
-    """Good rows of the largest model that was measured, and with how many hosts."""
+    """Good rows of the largest model at one rate, and with how many hosts: the rate that most numbers of
+    hosts were measured at, 1 Gbit/s among equals."""
     found = good(rows)
     largest = max((row["elements"] for row in found), default=None)
-    found = [row for row in found if row["elements"] == largest]
-    return found, sorted({int(row["hosts"]) for row in found})
+    by_rate: dict[float | None, list[Row]] = {}
+    for row in found:
+        if row["elements"] == largest:
+            by_rate.setdefault(row["rate_bits"], []).append(row)
+
+    def hosts(rate: float | None) -> list[int]:
+        return sorted({int(row["hosts"]) for row in by_rate[rate]})
+
+    if not by_rate:
+        return [], []
+    rate = max(by_rate, key=lambda each: (len(hosts(each)), each == 1e9))
+    return by_rate[rate], hosts(rate)
 
 
 def settings(rows: Iterable[Row]) -> list[Setting]:

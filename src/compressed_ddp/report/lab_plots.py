@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .figures import PLAIN, SHOWN, by_rate, good, is_ours, median, millions, of, sent, title, whole_model
+from .figures import (
+    PLAIN,
+    SHOWN,
+    by_rate,
+    good,
+    is_ours,
+    median,
+    millions,
+    of,
+    sent,
+    settings,
+    title,
+    whole_model,
+)
 from .sources import Table
 from .style import INK, PHASES, family_colour, new_figure
 
@@ -42,6 +55,8 @@ def step_times(table: Table) -> Figure | None:
         axes.set_xlabel("milliseconds a step")
         axes.locator_params(axis="x", nbins=5)
         axes.grid(axis="y", visible=False)
+        axes.tick_params(axis="y", length=0)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
     every[0].set_yticks(range(len(methods)), [title(name) for name in methods])
     every[0].set_ylim(len(methods) - 0.4, -0.6)
     for label, method in zip(every[0].get_yticklabels(), methods, strict=True):
@@ -82,7 +97,7 @@ MARKS = {
 
 
 def bytes_by_hosts(table: Table) -> Figure | None:
-    """What a host sends in a step, by number of hosts; the whole model, medians over rates and repeats."""
+    """What a host sends in a step, by number of hosts; the whole model at one rate, medians of repeats."""
     rows, hosts = whole_model(table.rows)
     if not rows:
         return None
@@ -99,7 +114,9 @@ def bytes_by_hosts(table: Table) -> Figure | None:
             list(points.values()),
             style,
             marker=mark,
-            markersize=7 if is_ours(method) else 5,
+            # Two pairs of lines lie on each other: what is drawn first must be seen around the other.
+            markersize={"powersgd-1": 13, "writeup-dense": 11}.get(method, 7 if is_ours(method) else 5),
+            markerfacecolor="none" if method == "powersgd-1" else None,
             linewidth=2.2 if is_ours(method) else 1.3,
             color=family_colour(method),
             label=title(method),
@@ -111,6 +128,7 @@ def bytes_by_hosts(table: Table) -> Figure | None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="hosts", ylabel="MB sent by a host in a step")
-    axes.set_title(f"{rows[0]['model']}, {millions(rows[0]['elements'])} elements")
+    rate = settings(rows)[0].rate
+    axes.set_title(f"{rows[0]['model']}, {millions(rows[0]['elements'])} elements, {rate}")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure

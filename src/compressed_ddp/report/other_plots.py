@@ -47,7 +47,7 @@ def accuracy(table: Table) -> Figure | None:
             )
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.margins(x=0.24)
+        axes.margins(x=0.3)
         scores = [row["accuracy"] for row in mine]
         room = max(0.5, max(scores) - min(scores))
         axes.set_ylim(min(scores) - 0.55 * room, max(scores) + 0.25 * room)
@@ -129,6 +129,8 @@ def win_map(table: Table) -> Figure | None:
     for axes, method in zip(every, methods, strict=True):
         mine = [row for row in table.rows if row["method"] == method and row["gain"] > 0]
         rates, workers, gains = _lattice(mine)
+        axes.set_xscale("log")  # before lines are labelled: whether there is room is seen on the paper
+        axes.set_yscale("log", base=2)
         mesh = axes.pcolormesh(rates, workers, gains, cmap=colours, norm=norm, shading="nearest")
         if len(rates) > 1 and len(workers) > 1:
             axes.contour(rates, workers, gains, [0.0], colors=BREAK_EVEN, linewidths=2)
@@ -137,8 +139,6 @@ def win_map(table: Table) -> Figure | None:
                     rates, workers, gains, [math.log2(times)], colors=BREAK_EVEN, linewidths=0.7
                 )
                 axes.clabel(lines, fmt=f"{times}x", fontsize=8)
-        axes.set_xscale("log")
-        axes.set_yscale("log", base=2)
         axes.grid(visible=False)
         ticks = [rate for rate in (1e7, 1e8, 1e9, 1e10, 1e11) if min(rates) <= rate <= max(rates)]
         axes.set_xticks(ticks, [rate_title(rate).replace("bit/s", "") for rate in ticks])
@@ -164,7 +164,7 @@ def _lattice(rows: list[Row]) -> tuple[list[float], list[float], list[list[float
 
 def predictions(table: Table) -> Figure | None:
     """Predicted against measured step times."""
-    figure = new_figure(5.4, 4.2)
+    figure = new_figure(7.2, 4.4)
     axes = figure.subplots()
     for wanted, mark, colour, label in (
         (False, "o", FAMILIES["torch"], "fitted on"),

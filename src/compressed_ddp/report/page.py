@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..version import __version__
 from . import sections
+from .grid import text
 from .sections import SECTIONS, Picture, Section
 from .sources import SOURCES, Table
 from .style import png, svg
@@ -71,7 +72,7 @@ def pictures(found: Mapping[str, Table]) -> dict[str, bytes]:
 
 def _facts(found: Mapping[str, Table]) -> str:
     facts = sections.short(found)
-    cells = [f"<div><dt>{escape(what)}</dt><dd>{escape(number)}</dd></div>" for number, what in facts]
+    cells = [f"<div><dt>{text(what)}</dt><dd>{text(number)}</dd></div>" for number, what in facts]
     return f'<dl class="facts">{"".join(cells)}</dl>' if cells else ""
 
 

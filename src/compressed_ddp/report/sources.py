@@ -55,7 +55,7 @@ _TRAINING = _columns(
     maybe="accuracy loss sent dense_bytes seconds first_to",
 )
 _LAB = _columns(
-    text="rate model method failed",
+    text="rate model method note failed",
     number="hosts",
     # A lab that was refused has one row, which says why and nothing else.
     maybe="rate_bits elements compute_ms ratio step_ms cpu_ms socket_sent wire_sent dilation "
@@ -63,7 +63,8 @@ _LAB = _columns(
 )
 _SCALABILITY = "python experiments/scalability_analysis.py --hosts 2,4,8,16 --rates 100mbit,1gbit,10gbit"
 _TRAIN = "python experiments/benchmark_training.py"
-_MODEL = "python experiments/cost_model.py"
+_ROWS = "results/scalability_analysis.csv results/scalability_dilated.csv"
+_MODEL = f"python experiments/cost_model.py --rows {_ROWS}"
 _ALL = (
     Source("scalability_analysis", _SCALABILITY, _LAB),
     Source("scalability_dilated", f"{_SCALABILITY} --dilate 10", _LAB),
@@ -72,6 +73,11 @@ _ALL = (
         "lab_training",
         f"{_TRAIN} --lab 4,100mbit",
         _TRAINING | _columns(text="rate", number="hosts link_share"),
+    ),
+    Source(
+        "error_feedback",
+        "python experiments/error_feedback.py",
+        _columns(text="method dataset model", number="workers ratio seed steps accuracy late lost held"),
     ),
     Source(
         "benchmark_compression",

@@ -1,159 +1,18 @@
-"""The tables of the report and of the documents, each from one CSV file's rows."""
+"""Tables of trainings, of kernels and of the cost model, each from one CSV file's rows."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from ..metrics import amount
-from .figures import (
-    PLAIN,
-    by_rate,
-    good,
-    headline,
-    is_ours,
-    median,
-    millions,
-    of,
-    rate_title,
-    ratio_title,
-    refused,
-    sent,
-    settings,
-    title,
-    whole_model,
-)
-from .grid import Grid
+from .figures import is_ours, millions, rate_title, ratio_title
+from .grid import NONE, Grid, share
 from .sources import Row, Table
-
-NONE = "-"
 
 
 def _text(value: float | None, form: str = "{:.1f}") -> str:
     return NONE if value is None else form.format(value)
-
-
-def _share(part: float | None, whole: float | None, form: str = "{:.2f}") -> str:
-    return NONE if part is None or not whole else form.format(part / whole)
-
-
-def _methods(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(row["method"] for row in rows))
-
-
-def steps(table: Table) -> Grid | None:
-    """All methods in the headline's setting."""
-    rows = good(table.rows)
-    setting = headline(rows)
-    if setting is None:
-        return None
-    mine = of(rows, setting)
-    plain = of(mine, setting, PLAIN)
-    plain_ms, plain_sent = median(plain, "step_ms"), sent(plain)
-    lines: list[list[str]] = []
-    strong = set()
-    for method in _methods(mine):
-        each = of(mine, setting, method)
-        ms, bytes_ = median(each, "step_ms"), sent(each)
-        times = [row["step_ms"] for row in each]
-        if is_ours(method):
-            strong.add(len(lines))
-        lines.append(
-            [
-                title(method),
-                f"{_text(ms)} ({min(times):.1f} to {max(times):.1f})",
-                _share(plain_ms, ms),
-                _share(100 * setting.compute_ms, ms, "{:.1f}"),
-                _text(median(each, "cpu_ms")),
-                _text(median(each, "exposed_ms")),
-                amount(None if bytes_ is None else round(bytes_)),
-                _share(None if bytes_ is None else 100 * bytes_, plain_sent),
-            ]
-        )
-    failed = [row["method"] for row in of(table.rows, setting) if row["failed"] and row["method"]]
-    blank = [NONE] * 6
-    lines += [
-        [title(name), "does not run here", *blank]
-        for name in dict.fromkeys(failed)
-        if name not in _methods(mine)
-    ]
-    head = (
-        *("method", "step, ms (least to most)", "times faster", "efficiency, %", "CPU, ms", "exposed, ms"),
-        *("sent by a host", "% of plain"),
-    )
-    caption = (
-        f"{setting.model}, {setting}, {setting.compute_ms:g} ms of emulated compute; medians of "
-        f"{len(plain) or 1} repeats; a step is as long as its slowest host's; efficiency is compute by step"
-    )
-    return Grid(caption, head, lines, frozenset(strong))
-
-
-def _best(rows: Sequence[Row], mine: Callable[[str], bool]) -> tuple[float, str] | None:
-    """The fastest of some methods: milliseconds and name."""
-    found = []
-    for method in filter(mine, _methods(rows)):
-        ms = median([row for row in rows if row["method"] == method], "step_ms")
-        if ms is not None:
-            found.append((ms, method))
-    return min(found, default=None)
-
-
-def everywhere(table: Table) -> Grid | None:
-    """Every setting: plain DDP, the best of torch's hooks, ours by each collective; losing ones too."""
-    rows, lines = good(table.rows), []
-    ways = [name for name in ("ours-allgather-int8", "ours-sharded-int8") if name in _methods(rows)]
-    for setting in settings(rows):
-        mine = of(rows, setting)
-        plain = median(of(mine, setting, PLAIN), "step_ms")
-        hook = _best(mine, lambda name: name in ("fp16", "bf16") or name.startswith("powersgd"))
-        ours = {name: median(of(mine, setting, name), "step_ms") for name in ways}
-        known = {name: ms for name, ms in ours.items() if ms is not None}
-        if plain is None or not known:
-            continue
-        best = min(plain, hook[0] if hook else plain)
-        winning = [title(name).removeprefix("ours: ") for name, ms in known.items() if ms < best]
-        lines.append(
-            [
-                str(setting),
-                f"{plain:.1f}",
-                NONE if hook is None else f"{hook[0]:.1f} ({title(hook[1])})",
-                *(NONE if ms is None else f"{ms:.1f} ({plain / ms:.2f})" for ms in ours.values()),
-                "loses" if not winning else "wins" if len(winning) == len(known) else f"{winning[0]} wins",
-            ]
-        )
-    width = 4 + len(ways)
-    for setting, why in refused(table.rows).items():
-        told = f"{setting.hosts} hosts at {setting.rate}: not reported, {why.rstrip(':')}"
-        lines.append([told, *[NONE] * (width - 1)])
-    head = (
-        *("setting", "plain DDP, ms", "best torch hook, ms"),
-        *(f"{title(name)}, ms (times faster than plain)" for name in ways),
-        "against the best of the others",
-    )
-    return Grid("Every setting that was measured", head, lines) if lines else None
-
-
-def traffic(table: Table) -> Grid | None:
-    """Bytes a step and host by number of hosts, the whole model."""
-    rows, hosts = whole_model(table.rows)
-    if not rows:
-        return None
-    lines = []
-    for method in _methods(rows):
-        by_hosts = [
-            sent([row for row in rows if row["method"] == method and row["hosts"] == n]) for n in hosts
-        ]
-        if method == "none" or not any(by_hosts):
-            continue
-        cells = [NONE if value is None else amount(round(value)) for value in by_hosts]
-        known = dict(zip(hosts, by_hosts, strict=True))
-        lines.append([title(method), *cells, _growth(known.get(4), known.get(16))])
-    head = ("method", *(f"{n} hosts" for n in hosts), "4 to 16 hosts")
-    return Grid(f"Sent by a host in a step, {millions(rows[0]['elements'])} elements", head, lines)
-
-
-def _growth(before: float | None, after: float | None) -> str:
-    return f"{100 * (after / before - 1):+.0f} %" if before and after else NONE
 
 
 def tests_of(rows: Iterable[Row]) -> list[Row]:
@@ -189,7 +48,7 @@ def training(table: Table) -> Grid | None:
                 f"{score:.2f}{spread} %{lost}",
                 less,
                 amount(None if bytes_ is None else round(bytes_)),
-                _share(None if bytes_ is None else 100 * bytes_, base),
+                share(bytes_, base, 100),
                 _text(_mean(done, "seconds"), "{:.0f}"),
                 f"{_text(_mean(reached, 'first_to'), '{:.0f}')} to {done[0]['target']:g} %"
                 if len(reached) == len(done)
@@ -206,6 +65,32 @@ def training(table: Table) -> Grid | None:
 def _mean(rows: Sequence[Row], column: str) -> float | None:
     values = [row[column] for row in rows if row[column] is not None]
     return statistics.fmean(values) if values else None
+
+
+def feedback(table: Table) -> Grid | None:
+    """What became of the gradients, and of accuracy, by residual and ratio; means over seeds."""
+    groups: dict[tuple[str, float], list[Row]] = {}
+    for row in table.rows:
+        groups.setdefault((row["method"], row["ratio"]), []).append(row)
+    lines = []
+    for (method, ratio), mine in groups.items():
+        scores = [row["accuracy"] for row in mine]
+        spread = f" ± {statistics.stdev(scores):.2f}" if len(scores) > 1 else ""
+        name = "dense" if ratio == 1 else f"{method}, {ratio_title(ratio)}"
+        columns = ("late", "lost", "held")
+        shares = [_small(100 * statistics.fmean(row[column] for row in mine)) for column in columns]
+        lines.append([name, f"{statistics.fmean(scores):.2f}{spread} %", *shares])
+    first = table.rows[0]
+    caption = (
+        f"{first['model']} on {first['dataset']}, {first['workers']:g} workers, {first['steps']:g} steps; "
+        "means over seeds, as a share of the length of the true gradients' sum"
+    )
+    head = ("residual", "test accuracy", "not applied, %", "of it owed by nobody, %", "held by a worker, %")
+    return Grid(caption, head, lines)
+
+
+def _small(percent: float) -> str:
+    return "< 0.001" if 0 < percent < 0.001 else f"{percent:.1f}"
 
 
 KERNELS = {
@@ -282,8 +167,3 @@ def break_even(table: Table) -> Grid | None:
         )
     head = ("", "wins up to", "most, times faster", "at the fastest network, times")
     return Grid("Computed by the cost model, not measured", head, lines) if lines else None
-
-
-def rates_shown(table: Table) -> str:
-    """What the pictures of step times are about, in words."""
-    return "; ".join(str(setting) for setting in by_rate(good(table.rows)))

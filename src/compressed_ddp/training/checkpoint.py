@@ -12,7 +12,6 @@ import hashlib
 import io
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,12 +20,14 @@ from typing import Any
 import torch
 
 from .place import Place
+from .reading import state_from
 
 FORMAT = 1
 SHARED = "shared.pt"
 MANIFEST = "manifest.json"
 BEST = "best"
 _PREFIX = "step-"
+_LARGEST_MANIFEST = 2**24
 
 
 class CheckpointError(RuntimeError):
@@ -60,8 +61,6 @@ class Checkpoints:
         """
         name = f"{_PREFIX}{step:08d}"
         work, done = self.folder / f".{name}", self.folder / name
-        if place.main:
-            self._tidy()
         place.together("making room for a checkpoint", lambda: self._begin(work, place))
 
         def write() -> dict[str, dict[str, Any]]:
@@ -77,10 +76,8 @@ class Checkpoints:
 
             def publish() -> None:
                 if place.main:
-                    manifest = {"format": FORMAT, "step": step, "world_size": place.world_size}
-                    self._publish(
-                        work, done, manifest | {"files": files | {SHARED: written[SHARED]}}, best=best
-                    )
+                    manifest = {"format": FORMAT, "step": step, "world_size": place.world_size, BEST: best}
+                    self._publish(work, done, manifest | {"files": files | {SHARED: written[SHARED]}})
 
             place.together("publishing a checkpoint", lambda: self._told(name, publish))
         except BaseException:
@@ -118,9 +115,10 @@ class Checkpoints:
 
     def _begin(self, work: Path, place: Place) -> None:
         if place.main:
+            self._told(work.name, self._tidy)
             self._told(work.name, lambda: work.mkdir(parents=True))
 
-    def _publish(self, work: Path, done: Path, manifest: Mapping[str, Any], *, best: bool) -> None:
+    def _publish(self, work: Path, done: Path, manifest: Mapping[str, Any]) -> None:
         for file, entry in manifest["files"].items():
             path = work / file
             if not path.is_file() or path.stat().st_size != entry["bytes"]:
@@ -128,12 +126,12 @@ class Checkpoints:
                     f"{path} by another worker is not here: the run's folder must be one that "
                     "all hosts share (--runs or --run-dir on a network file system)"
                 )
-        _flush(work / MANIFEST, json.dumps(manifest, indent=1).encode())
+        flush(work / MANIFEST, json.dumps(manifest, indent=1).encode())
         _sync_folder(work)
         if done.exists():  # this step again, after a resume from an older one
             self._discard(done)
         work.rename(done)
-        if best:
+        if manifest[BEST]:
             point(self.folder / BEST, done.name)
         _sync_folder(self.folder)
         kept = {done, self.best(), *self.all()[-self.keep :]}
@@ -149,9 +147,17 @@ class Checkpoints:
         shutil.rmtree(hidden, ignore_errors=True)  # what is left goes with the next one
 
     def _tidy(self) -> None:
-        """Remove what a killed process left half-written or half-removed."""
+        """Finish what a killed process began: remove what is half-written or half-removed, mark the best."""
         for path in self.folder.glob(f".{_PREFIX}*"):
             shutil.rmtree(path, ignore_errors=True)
+        # Killed after publishing the best so far and before saying so, the next one would prune it.
+        newest = self.all()[-1:]
+        try:
+            unmarked = [path.name for path in newest if manifest_of(path).get(BEST) is True]
+        except CheckpointError:  # told to whoever resumes from it; no reason not to write another one
+            unmarked = []
+        for name in unmarked:
+            point(self.folder / BEST, name)
 
 
 def find(path: Path) -> Path:
@@ -187,26 +193,32 @@ def read(checkpoint: Path, file: str) -> dict[str, Any]:
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             raise CheckpointError(f"{file} has another SHA-256 than when it was written")
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (CheckpointError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        try:
+            return state_from(data)
+        except ValueError as error:
+            raise CheckpointError(f"{file} is not a state: {error}") from error
+    except (CheckpointError, OSError) as error:
         raise CheckpointError(f"checkpoint {checkpoint} is damaged: {error}{_others(checkpoint)}") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {file} holds a {type(state).__name__}")
-    return state
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
     """The manifest of ``checkpoint``, checked as far as it is used."""
+    path = checkpoint / MANIFEST
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        if (size := path.stat().st_size) > _LARGEST_MANIFEST:
+            raise ValueError(f"{size:,} bytes")
+        manifest = json.loads(path.read_text())
         if manifest["format"] != FORMAT:
             raise CheckpointError(
                 f"{checkpoint} has format {manifest['format']}, this release reads {FORMAT}"
             )
-        files, world = manifest["files"], int(manifest["world_size"])
-        if not all(isinstance(files[name]["bytes"], int) for name in (SHARED, *map(rank_file, range(world)))):
-            raise ValueError("sizes are not numbers")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files, world = manifest["files"], manifest["world_size"]
+        if type(world) is not int or not 1 <= world <= len(files):
+            raise ValueError(f"{world!r} workers")
+        for name in (SHARED, *map(rank_file, range(world))):
+            if type(files[name]["bytes"]) is not int or not isinstance(files[name]["sha256"], str):
+                raise ValueError(f"{name} has no size and hash")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint {checkpoint} is damaged: {MANIFEST} cannot be read ({error!r}){_others(checkpoint)}"
         ) from error
@@ -247,11 +259,12 @@ def _write(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     data = buffer.getvalue()
-    _flush(path, data)
+    flush(path, data)
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _flush(path: Path, data: bytes) -> None:
+def flush(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path``, and to the disk itself."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

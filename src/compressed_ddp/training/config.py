@@ -61,7 +61,8 @@ class Optimisation:
     accumulate: int = 1
     """Micro-batches of batch_size examples that make one step; gradients travel once."""
     optimizer: Optimizer = "sgd"
-    """The optimizer; all of them are torch's own."""
+    """The optimizer: torch's own, except that with compression adam and adamw are SplitAdam, which divides by
+    the second moment before it (split_optimizer says when not)."""
     lr: float | None = None
     """Learning rate. Default: 0.05 for sgd, 0.001 for adam and adamw, 0.0005 for rmsprop."""
     momentum: float = 0.9

@@ -73,6 +73,7 @@ def report(trainer: Trainer, seconds: float) -> None:
     if due:
         loss, accuracy = trainer.sums.means(trainer.logged)
         trainer.logged = trainer.sums.values()
+    age = trainer.sync.stats.residual_age
     if due and trainer.place.main:
         trainer.tracker.scalars(
             at.step,
@@ -85,6 +86,7 @@ def report(trainer: Trainer, seconds: float) -> None:
                 "sync/ratio": last.bytes_sent / max(last.dense_bytes, 1),
                 "sync/entries": trainer.sync.stats.ratio,
                 "sync/residual_norm": trainer.sync.residual_norm(),
+                **({} if age is None else {"sync/residual_age": age}),
                 "time/step": seconds,
                 **{f"time/{name}": getattr(last, name) for name in TIMES},
             },
@@ -145,5 +147,6 @@ def summary(trainer: Trainer) -> dict[str, Any]:
         "dense_ring": int(ring),
         "saved_percent": 100 * (1 - payload_out / ring) if ring else 0.0,
         "residual_norm": trainer.sync.residual_norm(),
+        "residual_age": stats.residual_age if math.isfinite(stats.residual_age or 0.0) else None,
         "history": at.history,
     }

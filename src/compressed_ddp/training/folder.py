@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from .checkpoint import Checkpoints, find, point, run_of
+from .checkpoint import Checkpoints, find, flush, point, run_of
 from .config import TrainConfig
 from .place import job_id, restarts
 
@@ -94,7 +94,7 @@ def saved_settings(resume: str, run_dir: str | None) -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` at once."""
+    """Replace ``path`` at once; what stands there is whole even if the machine stops now."""
     fresh = path.with_name(f".{path.name}-new")
-    fresh.write_text(text)
+    flush(fresh, text.encode())
     fresh.replace(path)

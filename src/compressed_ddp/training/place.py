@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore[attr-defined]
 
+from ..communication.rollcall import RollCall, exchange_failed, grace, new_address, open_sockets
 from ..types import SyncError
 from .config import Running
 
@@ -32,6 +33,10 @@ class Place:
     local_rank: int
     device: torch.device
     backend: str
+    timeout: float = 60.0
+    """Seconds after which a silent worker is an error."""
+    roll: RollCall | None = None
+    """Finds out which one it is."""
 
     @property
     def main(self) -> bool:
@@ -46,21 +51,24 @@ class Place:
     def total(self, values: Sequence[float]) -> list[float]:
         """The sums of ``values`` over all workers."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self._wire)
-        dist.all_reduce(tensor)
+        with self._named("summing up"):
+            dist.all_reduce(tensor)
         return [float(value) for value in tensor]
 
-    def gather(self, row: bytes) -> list[bytes]:
-        """Every worker's ``row``, in rank order; all have the same length."""
+    def gather(self, row: bytes, what: str = "gathering") -> list[bytes]:
+        """Every worker's ``row``, in rank order; all have the same length. ``what`` names it in errors."""
         mine = torch.tensor(list(row), dtype=torch.uint8, device=self._wire)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(rows, mine)
+        with self._named(what):
+            dist.all_gather(rows, mine)
         return [bytes(row.tolist()) for row in rows]
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """Replace each of ``tensors`` by its mean over all workers."""
         for tensor in tensors:
             shared = tensor.detach().to(self._wire, torch.float32)
-            dist.all_reduce(shared)
+            with self._named("averaging"):
+                dist.all_reduce(shared)
             tensor.copy_(shared.div_(self.world_size))
 
     def say(self, text: str) -> str:
@@ -70,7 +78,8 @@ class Place:
         tensor = torch.zeros(length, dtype=torch.uint8, device=self._wire)
         if self.main:
             tensor.copy_(torch.tensor(list(data), dtype=torch.uint8))
-        dist.broadcast(tensor, 0)
+        with self._named("listening to rank 0"):
+            dist.broadcast(tensor, 0)
         return bytes(tensor.tolist()).decode()
 
     def together(self, what: str, work: Callable[[], T]) -> T:
@@ -81,12 +90,19 @@ class Place:
             result = work()
         except Exception as error:
             failure = error
-        failed = [rank for rank, row in enumerate(self.gather(bytes([failure is not None]))) if row[0]]
+        failed = [rank for rank, row in enumerate(self.gather(bytes([failure is not None]), what)) if row[0]]
         if failure is not None:
             raise failure
         if failed:
             raise SyncError(f"{what} failed on rank {', '.join(map(str, failed))}; see its message")
         return result
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise exchange_failed(what, self.rank, self.world_size, self.roll, self.timeout, error) from error
 
 
 def under_launcher() -> bool:
@@ -181,10 +197,14 @@ def joined(running: Running, timeout: float) -> Iterator[Place]:
     if here:
         store, rank, world_size = next(iter(rendezvous("env://")))
         store = meet(store, rank, world_size, timeout)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
-    )
+    before, patience = open_sockets(), timedelta(seconds=timeout - grace(timeout))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
+    place = Place(rank, world_size, local_rank, device, backend, timeout)
     try:
-        yield Place(rank, world_size, local_rank, device, backend)
+        if backend == "gloo" and world_size > 1:
+            place = replace(place, roll=RollCall(rank, world_size, new_address(before), place.gather))
+        yield place
     finally:
+        if place.roll is not None:
+            place.roll.close()
         dist.destroy_process_group()

@@ -13,7 +13,7 @@ from ..communication import LocalSync
 from ..error_feedback import reshard_states
 from ..metrics import StepRecord
 from . import checkpoint
-from .checkpoint import CheckpointError
+from .fitting import check_rank, check_shared
 
 if TYPE_CHECKING:
     from .loop import Trainer
@@ -55,11 +55,13 @@ def restore(trainer: Trainer, path: Path) -> None:
 
     def load() -> tuple[dict[str, Any], dict[int, dict[str, Any]], bool]:
         shared = checkpoint.read(path, checkpoint.SHARED)
-        _check(shared, trainer, path)
+        check_shared(shared, trainer, path)
         old = int(checkpoint.manifest_of(path)["world_size"])
         as_many = old == place.world_size
         wanted = [place.rank] if as_many else range(old)
         states = {rank: checkpoint.read(path, checkpoint.rank_file(rank)) for rank in wanted}
+        for state in states.values():
+            check_rank(state, trainer, path)
         return shared, states, as_many
 
     shared, states, as_many = place.together(f"reading checkpoint {path}", load)
@@ -102,22 +104,6 @@ def _mean(ledgers: list[dict[str, Any]]) -> StepRecord:
     mean = {name: sum(ledger[name] for ledger in ledgers) / len(ledgers) for name in ledgers[0]}
     counts = {name for name, value in ledgers[0].items() if isinstance(value, int)}
     return StepRecord(**{name: int(value) if name in counts else value for name, value in mean.items()})
-
-
-def _check(shared: Mapping[str, Any], trainer: Trainer, path: Path) -> None:
-    """Is this a checkpoint of the same task?"""
-    try:
-        config = shared["config"]
-        now = trainer.config.flat()
-        for name in ("model", "dataset", "block", "optimizer"):
-            here = now[name]
-            if config[name] != here:
-                raise CheckpointError(
-                    f"checkpoint {path} is of {name} {config[name]!r}, this run has {here!r}; leave --{name} "
-                    "out, or start a new run"
-                )
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {path} has no configuration: {error!r}") from error
 
 
 def _resharded(states: list[dict[str, Any]], world_size: int, rank: int) -> dict[str, Any]:

@@ -121,6 +121,11 @@ class MessageCodec:
 
     def open(self, message: Tensor, *, numel: int, k: int, dense: int = 0, stamp: Stamp = NO_STAMP) -> Opened:
         """Check ``message``'s size, header and checksum, and read its small values; raises WireError."""
+        if message.dtype is not torch.uint8 or message.dim() != 1 or not message.is_contiguous():
+            raise TypeError(
+                f"a message is a contiguous row of uint8, not {message.dtype} of shape "
+                f"{tuple(message.shape)} and strides {message.stride()}"
+            )
         if message.numel() != self.nbytes(numel, k, dense):
             raise WireError(
                 f"message from rank {stamp.sender} has {message.numel()} bytes, "

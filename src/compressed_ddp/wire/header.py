@@ -75,6 +75,10 @@ class Header:
                 raise WireError(f"message from rank {expected.sender}: {name} is {theirs}, expected {mine}")
         if self.flags & ~NOT_FINITE != expected.flags:
             raise WireError(f"message from rank {expected.sender}: unknown flags {self.flags:#04x}")
+        if self.flags & NOT_FINITE and self.count:
+            raise WireError(
+                f"message from rank {expected.sender}: not finite, and yet it has {self.count} entries"
+            )
         if self.count > expected.count:
             raise WireError(
                 f"message from rank {expected.sender}: {self.count} entries, room for {expected.count}"

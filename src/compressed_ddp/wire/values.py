@@ -87,7 +87,7 @@ class OneBit:
 
     def decode(self, data: Tensor, count: int) -> Tensor:
         columns = 2 if self.split else 1
-        scales, bits = _split_scales(data, count, columns)
+        scales, bits = _split_scales(data, self.nbytes(count), count, columns)
         negative = unpack_bits(bits)[:count].bool()
         scales = scales.view(-1, columns)
         plus, minus = _per_entry(scales[:, 0], count), _per_entry(scales[:, -1], count)
@@ -123,7 +123,7 @@ class Stochastic:
         torch.cat([scale.view(torch.uint8), pack_uints(codes, self.bits)], out=out)
 
     def decode(self, data: Tensor, count: int) -> Tensor:
-        scales, packed = _split_scales(data, count, 1)
+        scales, packed = _split_scales(data, self.nbytes(count), count, 1)
         codes = unpack_uints(packed, self.bits, count)
         # By a tensor: some devices divide by a number through its reciprocal, a bit off.
         levels = (codes & self.levels).to(torch.float32) / torch.tensor(
@@ -154,8 +154,10 @@ def _per_entry(per_block: Tensor, count: int) -> Tensor:
     return per_block.repeat_interleave(BLOCK)[:count]
 
 
-def _split_scales(data: Tensor, count: int, columns: int) -> tuple[Tensor, Tensor]:
-    """A value part's scales (checked) and what follows them."""
+def _split_scales(data: Tensor, size: int, count: int, columns: int) -> tuple[Tensor, Tensor]:
+    """A value part's scales and what follows them; raises WireError unless all of it can be."""
+    if data.numel() != size:
+        raise WireError(f"value part has {data.numel()} bytes, not {size}")
     end = 4 * columns * _n_blocks(count)
     scales = data[:end].clone().view(torch.float32)
     if not bool((torch.isfinite(scales) & (scales >= 0)).all()):

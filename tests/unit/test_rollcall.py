@@ -1,0 +1,148 @@
+"""The roll call: who is gone, who is silent, whose fault it was; and who is not believed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from compressed_ddp import SyncError, WireError
+from compressed_ddp.communication.rollcall import (
+    _NOTE,
+    Roll,
+    RollCall,
+    exchange_failed,
+    in_bucket,
+    new_address,
+    open_sockets,
+)
+from compressed_ddp.layout import BucketLayout
+from compressed_ddp.types import Stamp
+
+
+def together(works: list[Any]) -> list[Any]:
+    """The results of all ``works``, each on a thread of its own."""
+    found: list[Any] = [None] * len(works)
+
+    def run(at: int) -> None:
+        found[at] = works[at]()
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def make(world: int, addresses: list[str | None] | None = None) -> list[RollCall]:
+    rows: list[bytes] = [b""] * world
+    met = threading.Barrier(world)
+
+    def one(rank: int) -> RollCall:
+        def exchange(row: bytes) -> list[bytes]:
+            rows[rank] = row
+            met.wait(30)
+            return list(rows)
+
+        return RollCall(rank, world, addresses[rank] if addresses else "127.0.0.1", exchange)
+
+    return together([lambda rank=rank: one(rank) for rank in range(world)])
+
+
+def test_everyone_answers() -> None:
+    rolls = make(4)
+    assert together([lambda roll=roll: roll.call(30) for roll in rolls]) == [Roll()] * 4
+    assert Roll().verdict() == ("every rank answers, so a connection between them broke", ())
+
+
+def test_one_is_gone_and_one_is_silent() -> None:
+    """Who is gone is known for certain; who has not called yet may only be late."""
+    rolls = make(4)
+    rolls[2].close()
+    first, second = together([lambda roll=roll: roll.call(0.2) for roll in rolls[:2]])
+    assert first == second == Roll(gone=(2,), silent=(3,))
+    assert first.verdict() == ("rank 2 is gone", (2,))
+    # Rank 3 comes late. The others have gone by now, but their notes have not.
+    assert rolls[3].call(30) == Roll(gone=(2,))
+
+
+def test_silent_ones() -> None:
+    rolls = make(3)
+    found = rolls[0].call(0.1)
+    assert found == Roll(silent=(1, 2))
+    assert found.verdict() == ("rank 1, 2 are silent", (1, 2))
+    for roll in rolls:
+        roll.close()
+
+
+def test_whose_fault_it_was() -> None:
+    rolls = make(3)
+    first, second, _ = together(
+        [lambda: rolls[0].call(30), lambda: rolls[1].call(30), lambda: rolls[2].call(30, own=True)]
+    )
+    assert first == second == Roll(failed=(2,))
+    assert first.verdict() == ("rank 2 is out of step by an error of its own, which its log has", (2,))
+
+
+@pytest.mark.parametrize("note", [_NOTE.pack(b"?" * 16, 1, False), b"hello", b""])
+def test_strangers_are_not_believed(note: bytes) -> None:
+    rolls = make(2)
+    assert rolls[0]._listener is not None
+    with socket.create_connection(rolls[0]._listener.getsockname()) as line:
+        line.sendall(note)
+        assert rolls[0].call(0.2) == Roll(silent=(1,))
+    rolls[1].close()
+
+
+def test_without_an_address_nobody_is_blamed() -> None:
+    rolls = make(2, ["127.0.0.1", None])
+    assert [roll.call(30) for roll in rolls] == [None, None]
+    error = exchange_failed("all-gather", 0, 2, rolls[0], 5.0, RuntimeError("closed"))
+    assert str(error) == "all-gather failed on rank 0 of 2: a peer is gone or silent for 5 s (closed)"
+    assert (error.phase, error.bucket, error.ranks) == ("all-gather", None, ())
+    for roll in make(2, ["not an address", "203.0.113.1"]):  # no interface has such ones
+        assert roll.call(30) is None
+
+
+def test_the_address_of_new_connections() -> None:
+    if not open_sockets() and not new_address(set()):
+        with socket.socket():
+            if not open_sockets():
+                pytest.skip("no /proc here")
+    before = open_sockets()
+    assert new_address(before) is None
+    families = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}
+    for address, family in families.items():
+        try:
+            server = socket.create_server((address, 0), family=family)
+        except OSError:  # no IPv6 here
+            continue
+        with server, socket.create_connection(server.getsockname()[:2]):
+            assert new_address(before) == address
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "phase", "ranks"),
+    [
+        (
+            SyncError("all-gather failed", phase="all-gather", ranks=(4,)),
+            "all-gather failed",
+            "all-gather",
+            (4,),
+        ),
+        (WireError("its checksum"), "decode failed on rank 1: its checksum", "decode", ()),
+    ],
+)
+def test_errors_name_the_bucket(error: Exception, told: str, phase: str, ranks: tuple[int, ...]) -> None:
+    layout = BucketLayout(("fc.weight", "fc.bias"), (torch.Size([3, 2]), torch.Size([3])))
+    with pytest.raises(SyncError) as caught, in_bucket(layout, Stamp(0, 7, 3, sender=1)):
+        raise error
+    found = caught.value
+    assert str(found) == f"step 7, bucket 3 ('fc.weight' and 1 more): {told}"
+    assert (found.phase, found.bucket, found.ranks, found.__cause__) == (phase, 3, ranks, error)
+    with pytest.raises(ZeroDivisionError), in_bucket(layout, Stamp()):
+        raise ZeroDivisionError  # not of others' making: left as it is
