@@ -53,28 +53,46 @@ int64_t sample_lines(int64_t size) {
   return size <= 2048 ? 0 : std::min<int64_t>(std::max<int64_t>(size / 2048, 128), 8192);
 }
 
-// Keys of the sum at sampled places of a segment. selection.sample_positions is the same.
-int64_t sample(const Job &job, const Segment &segment, uint32_t *keys) {
+// Asks for memory that will be read soon: sampled lines lie too far apart for the processor to guess.
+inline void prefetch([[maybe_unused]] const float *at) {
+#if defined(__GNUC__)
+  __builtin_prefetch(at);
+#endif
+}
+
+// Keys of the sum at sampled places of a segment, from the key `least` on; of every `step`-th line only.
+// selection.sample_positions is the same.
+int64_t sample(const Job &job, const Segment &segment, int64_t step, uint32_t least, uint32_t *keys) {
+  constexpr int64_t kAhead = 32;
   const Deal deal{job.shards, segment.quota.shard};
+  const int64_t lines = sample_lines(segment.size());
+  const int64_t width = lines == 0 ? 0 : segment.size() / lines;
+  const auto place = [&](int64_t j) {
+    const int64_t jitter = (j * 40503 % 65536) * (width - kLine + 1) / 65536;
+    return segment.quota.start + (j * width + jitter) / kLine * kLine;
+  };
   int64_t count = 0;
   const auto add = [&](int64_t local, int64_t n) {
     while (n > 0) {
-      const int64_t run = job.shards == 1 ? n : std::min(n, kBlock - local % kBlock);
+      const int64_t run = std::min({n, kLine, job.shards == 1 ? n : kBlock - local % kBlock});
       const int64_t at = position(deal, local);
-      for (int64_t i = 0; i < run; ++i) keys[count++] = key_of(job.sum(at + i));
+      float sums[kLine + 16], unused[kLine];
+      uint32_t indices[kLine + 16];
+      const size_t found = loops().filter(job.residual ? job.residual + at : nullptr, job.gradient + at, unused,
+                                          static_cast<size_t>(run), 0, least, sums, indices, true, false);
+      for (size_t i = 0; i < found; ++i) keys[count++] = key_of(sums[i]);
       local += run;
       n -= run;
     }
   };
-  const int64_t lines = sample_lines(segment.size());
-  if (lines == 0) {
-    add(segment.quota.start, segment.size());
-    return count;
-  }
-  const int64_t width = segment.size() / lines;
-  for (int64_t j = 0; j < lines; ++j) {
-    const int64_t jitter = (j * 40503 % 65536) * (width - kLine + 1) / 65536;
-    add(segment.quota.start + (j * width + jitter) / kLine * kLine, kLine);
+  if (lines == 0) add(segment.quota.start, segment.size());
+  for (int64_t j = 0; j < lines; j += step) {
+    if (const int64_t ahead = j + step * kAhead; ahead < lines) {
+      const int64_t at = position(deal, place(ahead));
+      prefetch(job.gradient + at);
+      if (job.residual) prefetch(job.residual + at);
+    }
+    add(place(j), kLine);
   }
   return count;
 }
@@ -91,38 +109,45 @@ void bracket(const Job &job, Segment &segment, uint32_t *keys, uint32_t *work) {
     segment.capacity = k;
     return;
   }
-  const int64_t n = sample(job, segment, keys);
-  const auto ranked = [&](int64_t rank, uint32_t least = 0) { // which is known to be at least `least`
-    int64_t kept = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      work[kept] = keys[i];
-      kept += keys[i] >= least;
-    }
-    return std::min(kth_largest(work, kept, rank).key, kInfinity - 1);
+  const int64_t lines = sample_lines(size), n = lines == 0 ? size : lines * kLine;
+  int64_t sampled = n; // so many of the keys are known: the largest ones
+  const auto ranked = [&](int64_t rank) {
+    std::copy(keys, keys + sampled, work);
+    return std::min(kth_largest(work, sampled, rank).key, kInfinity - 1);
   };
   if (n == size) { // small enough to look at everything: this is the k-th
+    sample(job, segment, 1, 0, keys);
     segment.low = ranked(k);
     segment.high = segment.low + 1;
     segment.capacity = size;
     return;
   }
-  const double rank = static_cast<double>(n * k) / static_cast<double>(size);
+  // Entries of a line are alike, so the spread is wider than that of independent draws.
+  const auto margin_of = [](double rank) { return 5.0 * std::sqrt(1.5 * rank) + 4.0; };
+  const double rank = static_cast<double>(n * k) / static_cast<double>(size), margin = margin_of(rank);
+  const int64_t low = job.exact ? std::min(n, static_cast<int64_t>(rank + margin) + 1)
+                                : std::max<int64_t>(1, static_cast<int64_t>(rank + 0.5));
+  // A sixteenth of the sample says which keys of it will not matter.
+  if (lines >= 1024) {
+    constexpr int64_t kStep = 16;
+    const double part = static_cast<double>(low) / kStep;
+    sampled = sample(job, segment, kStep, 0, keys);
+    const uint32_t least = ranked(std::min(sampled, static_cast<int64_t>(part + margin_of(part)) + 1));
+    sampled = sample(job, segment, 1, least, keys);
+  }
+  if (lines < 1024 || sampled < low) sampled = sample(job, segment, 1, 0, keys);
+  segment.low = ranked(low);
   if (!job.exact) {
     segment.exact = false;
-    segment.low = ranked(std::max<int64_t>(1, static_cast<int64_t>(rank + 0.5)));
     segment.high = kInfinity;
     segment.capacity = std::min(size, 2 * k);
     return;
   }
-  // Entries of a line are alike, so the spread is wider than that of independent draws.
-  const double margin = 5.0 * std::sqrt(1.5 * rank) + 4.0;
-  const int64_t low = std::min(n, static_cast<int64_t>(rank + margin) + 1);
-  segment.low = ranked(low);
-  if (rank - margin >= 1.0) segment.high = ranked(static_cast<int64_t>(rank - margin), segment.low) + 1;
+  if (rank - margin >= 1.0) segment.high = ranked(static_cast<int64_t>(rank - margin)) + 1;
   // Twice what is expected to be listed, which for small ranks is several times k.
   segment.capacity = std::min(size, std::max(3 * k, 2 * (low * size / n)) + 256);
   // Many equal keys at the bracket's lower end: list what is above them, and fill up from them.
-  const auto listed = std::count_if(keys, keys + n, [&](uint32_t key) { return key >= segment.low; });
+  const auto listed = std::count_if(keys, keys + sampled, [&](uint32_t key) { return key >= segment.low; });
   if (static_cast<double>(listed) * static_cast<double>(size) > 0.8 * static_cast<double>(n * segment.capacity)) {
     segment.tie = segment.low++;
     segment.high = std::max(segment.high, segment.low);

@@ -1,6 +1,7 @@
 // After the pass: from a list of somewhat more than k entries to exactly k, whatever the sample said.
 
 #include "segment.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <array>
@@ -8,6 +9,8 @@
 
 namespace cddp {
 namespace {
+
+constexpr int64_t kSpreadFrom = 1 << 16; // entries that are worth starting threads for
 
 // Calls visit(pointer into out, length, first local index) for all of a segment, in order; visit
 // returns false to stop.
@@ -178,54 +181,95 @@ int64_t thin_out(const Job &job, const Segment &segment, Lists lists, int64_t li
   return kept;
 }
 
-// Entries above the k-th key and the first `ties` equal to it stay; the others go back.
-int64_t settle(const Job &job, const Segment &segment, Lists lists, uint32_t kth, size_t ties, float *values,
+// How many of a list are above the k-th key, and how many equal to it.
+struct Part {
+  int64_t above = 0, equal = 0;
+};
+
+Part part_of(const List &list, uint32_t kth) {
+  Part part;
+  for (int64_t i = 0; i < list.count; ++i) {
+    const auto key = static_cast<int32_t>(key_of(list.values[i]));
+    part.above += key > static_cast<int32_t>(kth);
+    part.equal += key == static_cast<int32_t>(kth);
+  }
+  return part;
+}
+
+// Entries above the k-th key and the first `ties` equal to it stay; the others go back. Each thread's
+// list is settled by itself, once it is known how many of those before it stay.
+int64_t settle(const Job &job, const Segment &segment, Lists lists, uint32_t kth, int64_t ties, float *values,
                int64_t *indices) {
   const Deal deal{job.shards, segment.quota.shard};
-  int64_t kept = 0;
-  for (int64_t t = 0; t < lists.threads; ++t) {
-    const List &list = lists[t];
-    kept += static_cast<int64_t>(loops().settle(list.values, list.indices, static_cast<size_t>(list.count), kth,
-                                                &ties, deal, values + kept, indices + kept,
-                                                static_cast<size_t>(segment.quota.k - kept), job.out));
+  const auto settle_list = [&](const List &list, int64_t ties_here, int64_t from, int64_t room) {
+    auto left = static_cast<size_t>(ties_here);
+    return static_cast<int64_t>(loops().settle(list.values, list.indices, static_cast<size_t>(list.count), kth, &left,
+                                               deal, values + from, indices + from, static_cast<size_t>(room),
+                                               job.out));
+  };
+  if (lists.threads == 1) return settle_list(lists[0], ties, 0, segment.quota.k);
+
+  struct Place {
+    Part part;
+    int64_t ties = 0, from = 0, room = 0, kept = 0;
+  };
+  std::vector<Place> places(static_cast<size_t>(lists.threads));
+  const auto spread = [&](const auto &work) {
+    if (segment.quota.k >= kSpreadFrom) return in_parallel(static_cast<int>(lists.threads), work);
+    for (int t = 0; t < lists.threads; ++t) work(t);
+  };
+  spread([&](int t) { places[static_cast<size_t>(t)].part = part_of(lists[t], kth); });
+  int64_t from = 0;
+  for (Place &place : places) {
+    place.ties = std::min(ties, place.part.equal);
+    ties -= place.ties;
+    place.from = from;
+    place.room = place.part.above + place.ties;
+    from += place.room;
   }
+  spread([&](int t) {
+    Place &place = places[static_cast<size_t>(t)];
+    place.kept = settle_list(lists[t], place.ties, place.from, place.room);
+  });
+  int64_t kept = 0;
+  for (const Place &place : places) kept += place.kept;
   return kept;
 }
 
 } // namespace
 
-int64_t finish(const Job &job, const Segment &segment, Lists lists, uint32_t *keys, float *values, int64_t *indices) {
+int64_t finish(const Job &job, const Segment &segment, Lists lists, float *values, int64_t *indices) {
   const int64_t k = segment.quota.k;
-  int64_t listed = 0;
+  int64_t listed = 0, inside = 0;
   uint32_t top = 0;
   bool full = false;
-  const auto keys_below = [&](uint32_t high) {
-    int64_t n = 0;
-    for (int64_t t = 0; t < lists.threads; ++t)
-      n += static_cast<int64_t>(
-          loops().below(lists[t].values, static_cast<size_t>(lists[t].count), high, keys + n, &top));
-    return n;
-  };
-  const int64_t inside = keys_below(segment.high);
   for (int64_t t = 0; t < lists.threads; ++t) {
     listed += lists[t].count;
+    inside += lists[t].inside;
+    top = std::max(top, lists[t].top);
     full |= lists[t].full;
   }
   if (top >= kInfinity) return -1;
   if (k == 0) return 0;
   if (full || listed > segment.capacity) return start_over(job, segment, lists, values, indices);
   if (!segment.exact && 2 * listed >= k && listed > k) return thin_out(job, segment, lists, listed, values, indices);
-  if (!segment.exact && 2 * listed >= k) return settle(job, segment, lists, 0, SIZE_MAX, values, indices);
+  if (!segment.exact && 2 * listed >= k) return settle(job, segment, lists, 0, INT64_MAX, values, indices);
   if (listed < k && segment.tie == kNothing) return start_over(job, segment, lists, values, indices);
   if (listed < k) return fill_up(job, segment, lists, k - listed, values, indices);
-  if (listed == k) return settle(job, segment, lists, 0, SIZE_MAX, values, indices);
+  if (listed == k) return settle(job, segment, lists, 0, INT64_MAX, values, indices);
   const int64_t sure = listed - inside; // at or above the bracket
+  uint32_t *keys = lists[0].keys;
   if (sure < k) {
+    uint32_t *end = keys + lists[0].inside;
+    for (int64_t t = 1; t < lists.threads; ++t) end = std::copy(lists[t].keys, lists[t].keys + lists[t].inside, end);
     const Rank kth = kth_largest(keys, inside, k - sure);
-    return settle(job, segment, lists, kth.key, static_cast<size_t>(k - sure - kth.above), values, indices);
+    return settle(job, segment, lists, kth.key, k - sure - kth.above, values, indices);
   }
-  const Rank kth = kth_largest(keys, keys_below(kInfinity), k); // the bracket lies too low
-  return settle(job, segment, lists, kth.key, static_cast<size_t>(k - kth.above), values, indices);
+  uint32_t *end = keys;
+  for (int64_t t = 0; t < lists.threads; ++t) // the bracket lies too low
+    end += loops().below(lists[t].values, static_cast<size_t>(lists[t].count), kInfinity, end, &top);
+  const Rank kth = kth_largest(keys, listed, k);
+  return settle(job, segment, lists, kth.key, k - kth.above, values, indices);
 }
 
 } // namespace cddp

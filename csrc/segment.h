@@ -22,11 +22,14 @@ struct Segment {
   int64_t size() const { return quota.stop - quota.start; }
 };
 
-// What one thread found for one segment, in increasing order.
-struct List {
+// What one thread found for one segment, in increasing order. A cache line for each: several threads
+// count at the same time.
+struct alignas(64) List {
   float *values = nullptr;
   uint32_t *indices = nullptr;
-  int64_t count = 0;
+  uint32_t *keys = nullptr; // of those inside the bracket; the lists of a segment have theirs in one array
+  int64_t count = 0, inside = 0;
+  uint32_t top = 0;  // the largest key
   bool full = false; // gave up: too many
 };
 
@@ -60,7 +63,7 @@ int64_t sample_size(int64_t size);
 void bracket(const Job &job, Segment &segment, uint32_t *keys, uint32_t *work);
 
 // finish.cpp: brings one segment's lists down to exactly k entries. Returns how many were taken, or -1
-// where an entry is not finite. keys has room for all that is listed, and 16 more.
-int64_t finish(const Job &job, const Segment &segment, Lists lists, uint32_t *keys, float *values, int64_t *indices);
+// where an entry is not finite.
+int64_t finish(const Job &job, const Segment &segment, Lists lists, float *values, int64_t *indices);
 
 } // namespace cddp

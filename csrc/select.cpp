@@ -112,16 +112,12 @@ int take(const Job &job, const cddp_quota *quotas, int64_t n_quotas, float *valu
   const int64_t rounds = (job.numel + kBlock * round - 1) / (kBlock * round);
   const int64_t share = kBlock * ((rounds + n_threads - 1) / n_threads); // elements of a shard that one sees
   // Lists for each thread and segment.
-  int64_t room = 0, widest = 0;
+  int64_t room = 0;
   const auto list_room = [&](const Segment &segment) { return std::min(segment.capacity, share) + kSlack; };
-  for (const Segment &segment : segments) {
-    room += list_room(segment) + 16;
-    widest = std::max(widest, list_room(segment));
-  }
-  const int64_t keys_room = n_threads * widest + 16;
+  for (const Segment &segment : segments) room += list_room(segment) + 16;
   const auto n_lists = static_cast<int64_t>(n_threads) * n_quotas;
   Scratch &scratch = Scratch::mine();
-  scratch.reserve(static_cast<size_t>(n_threads * (2 * room + 32 * n_quotas) + keys_room + 64) * 4);
+  scratch.reserve(static_cast<size_t>(n_threads * (3 * room + 48 * n_quotas) + 64) * 4);
   std::vector<List> lists(static_cast<size_t>(n_lists));
   for (int64_t t = 0; t < n_threads; ++t) {
     for (int64_t q = 0; q < n_quotas; ++q) {
@@ -130,13 +126,24 @@ int take(const Job &job, const cddp_quota *quotas, int64_t n_quotas, float *valu
       lists[static_cast<size_t>(t * n_quotas + q)].indices = scratch.take<uint32_t>(capacity);
     }
   }
-  auto *keys = scratch.take<uint32_t>(keys_room);
+  for (int64_t q = 0; q < n_quotas; ++q) {
+    const int64_t capacity = list_room(segments[static_cast<size_t>(q)]);
+    auto *keys = scratch.take<uint32_t>(n_threads * capacity);
+    for (int64_t t = 0; t < n_threads; ++t) lists[static_cast<size_t>(t * n_quotas + q)].keys = keys + t * capacity;
+  }
 
   std::atomic<bool> finite{true}, memory{true};
   in_parallel(n_threads, [&](int t) {
     const int64_t first = rounds * t / n_threads * round, last = rounds * (t + 1) / n_threads * round;
+    List *mine = lists.data() + t * n_quotas;
     try {
-      if (!pass(job, segments, begins, first, last, lists.data() + t * n_quotas)) finite = false;
+      if (!pass(job, segments, begins, first, last, mine)) finite = false;
+      // Keys are read by the core that wrote the list: lines that two cores share are slow to write again.
+      for (const Segment &segment : segments) {
+        mine->inside = static_cast<int64_t>(
+            loops().below(mine->values, static_cast<size_t>(mine->count), segment.high, mine->keys, &mine->top));
+        ++mine;
+      }
     } catch (const std::bad_alloc &) {
       memory = false;
     }
@@ -145,7 +152,7 @@ int take(const Job &job, const cddp_quota *quotas, int64_t n_quotas, float *valu
   if (!finite) return CDDP_NOT_FINITE;
   for (int64_t q = 0; q < n_quotas; ++q) {
     const Lists found{lists.data() + q, n_threads, n_quotas};
-    taken[q] = finish(job, segments[static_cast<size_t>(q)], found, keys, values, indices);
+    taken[q] = finish(job, segments[static_cast<size_t>(q)], found, values, indices);
     if (taken[q] < 0) return CDDP_NOT_FINITE;
     values += quotas[q].k;
     indices += quotas[q].k;
