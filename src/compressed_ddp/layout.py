@@ -228,12 +228,18 @@ def uneven_partition(
     return Partition(layout.numel, shards, tuple(map(tuple, quotas)))
 
 
-def grown(part: Partition, factor: float) -> Partition:
-    """The same partition with every quota ``factor`` times as large, at most its whole range."""
-    quotas = tuple(
-        tuple(q._replace(k=min(q.stop - q.start, round(q.k * factor))) for q in shard)
-        for shard in part.quotas
-    )
+def resized(part: Partition, factor: float) -> Partition:
+    """The same partition with every quota ``factor`` times as large.
+
+    No quota falls below one entry or rises above its whole range; one that is whole stays whole.
+    """
+
+    def times(quota: Quota) -> Quota:
+        whole = quota.stop - quota.start
+        k = quota.k if quota.k == whole else max(1, round(quota.k * factor))
+        return quota._replace(k=min(whole, k))
+
+    quotas = tuple(tuple(times(quota) for quota in shard) for shard in part.quotas)
     return Partition(part.numel, part.shards, quotas)
 
 

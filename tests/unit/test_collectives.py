@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compressed_ddp import CompressionConfig
 from compressed_ddp.communication import COLLECTIVES, Reducer, run_in_process
+from compressed_ddp.communication.collectives import MOST_SENT, sent_share
 from compressed_ddp.compression import COMPRESSORS
 from compressed_ddp.compression.factory import from_config
 from compressed_ddp.error_feedback.state import fold_owner_
@@ -237,7 +238,7 @@ def test_auto_counts_bytes() -> None:
 
 
 def test_sharded_traffic_does_not_grow() -> None:
-    """Bytes sent by one worker, for 4 and for 8: all-gather more than doubles, sharded 2(P-1)/P."""
+    """Bytes sent by one worker, for 4, 8 and 16: all-gather's grow with P, sharded's hardly do."""
     large = BucketLayout(("w",), (torch.Size([200_000]),))
 
     def sent(world: int, way: str) -> int:
@@ -249,7 +250,25 @@ def test_sharded_traffic_does_not_grow() -> None:
         return run_in_process(world, work)[0]
 
     assert sent(8, "allgather") > 2 * sent(4, "allgather")
-    assert sent(8, "sharded") < 1.2 * sent(4, "sharded")
+    assert sent(8, "sharded") < 1.1 * sent(4, "sharded")
+    assert sent(16, "sharded") < 1.16 * sent(4, "sharded")  # 1.6875 / 1.5, and headers
+
+
+def test_whatever_the_number_of_workers_ratio_one_sends_all() -> None:
+    """More than four send less of their quota to owners, but never less than all of everything."""
+    assert [sent_share(p) for p in (1, 2, 4)] == [1.0, 1.0, 1.0]
+    assert [p * sent_share(p + 1) / (p + 1) for p in (4, 7, 15)] == pytest.approx([MOST_SENT] * 3)
+    whole = BucketLayout(("w",), (torch.Size([1000]),))
+
+    def work(net: Transport) -> Tensor:
+        bucket = gradient(net.rank, 0)[:1000].clone()
+        mine = reducer(net, collective="sharded", ratio=1.0, values="fp32")
+        mine.reduce_(whole, bucket, last=True)
+        return bucket
+
+    mean = torch.stack([gradient(rank, 0)[:1000] for rank in range(6)]).sum(0) / 6
+    for bucket in run_in_process(6, work):
+        torch.testing.assert_close(bucket, mean)
 
 
 def test_owner_factor_passes_on_more() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..compression import BaseCompressor
 from ..error_feedback.state import fold_owner_
 from ..kernels import kernels_for
-from ..layout import BucketLayout, grown, partition, small_positions, uneven_partition
+from ..layout import BucketLayout, Partition, partition, resized, small_positions, uneven_partition
 from ..types import Clock, CompressionConfig, Held, Slot, Stamp, Transport
 from .packer import Packer, deliver_, room_for_sum
 
@@ -19,14 +19,22 @@ _SURE = 9
 """Up to so many workers the mean of finite floats is finite; with more, rounding may carry it too far."""
 
 
-def worker_packer(
+MOST_SENT = 0.75
+"""The share of k that a worker sends to the owners of all other shards together, at most.
+
+With four workers it is so by itself. With more of them each element is looked at by more, and what a worker
+sends need not grow (docs/adr/0012).
+"""
+
+
+def parted(
     layout: BucketLayout,
     compressor: BaseCompressor,
     config: CompressionConfig,
     shards: int,
     device: torch.device,
-) -> Packer:
-    """What makes a worker's messages about ``layout``, one for each of ``shards``."""
+) -> tuple[Partition, Tensor]:
+    """How many entries there are in each of ``shards``, and the positions of what travels whole."""
     smallest = config.min_compress_numel if compressor.small_tensors_apart else 0
     factors = compressor.factors
     if any(name in factors for name in layout.names):
@@ -34,7 +42,12 @@ def worker_packer(
         part = uneven_partition(layout, shards, shares, min_numel=smallest)
     else:
         part = partition(layout, shards, compressor.quota, scope=config.scope, min_numel=smallest)
-    return Packer(compressor, part, small_positions(layout, smallest, device))
+    return part, small_positions(layout, smallest, device)
+
+
+def sent_share(world_size: int) -> float:
+    """How much of its quota for each shard a worker sends, so that all others get ``MOST_SENT`` at most."""
+    return min(1.0, MOST_SENT * world_size / (world_size - 1)) if world_size > 1 else 1.0
 
 
 class AllGather:
@@ -53,7 +66,7 @@ class AllGather:
     ) -> None:
         self.slots: list[Slot] = []
         self._net = transport
-        self._packer = worker_packer(layout, compressor, config, 1, device)
+        self._packer = Packer(compressor, *parted(layout, compressor, config, 1, device))
         self.traffic = (transport.world_size - 1) * self._packer.row_bytes
 
     def mean_(
@@ -98,8 +111,8 @@ class Sharded:
        of that mean plus what it still owes. This is the law once more, with a residual of its own.
     3. The owners' results go to everyone (all-gather).
 
-    Traffic: 2 (P - 1) / P messages out and in (more with ``owner_factor``), whatever P is. Two
-    rounds.
+    Traffic: at most 3/4 of a message to the owners and (P - 1) / P of one to everyone (more with
+    ``owner_factor``): 1.5 for four workers, below 1.75 for any number. Two rounds.
     """
 
     def __init__(
@@ -111,9 +124,9 @@ class Sharded:
         device: torch.device,
     ) -> None:
         self._net, me = transport, transport.rank
-        sent = worker_packer(layout, compressor, config, transport.world_size, device)
-        part = grown(sent.part, config.owner_factor)
-        small = torch.cat(sent.small).sort().values
+        part, small = parted(layout, compressor, config, transport.world_size, device)
+        sent = Packer(compressor, resized(part, sent_share(transport.world_size)), small)
+        part = resized(part, config.owner_factor)
         self._sent = sent
         self._owned = Packer(compressor, part.shard(me), sent.small_local[me], scaled=False)
         self._results = Packer(compressor, part, small, scaled=False)

@@ -7,10 +7,10 @@ A host's work in a step, by method (N elements, k = ratio * N entries, P hosts):
     fp16        2 (P-1)/P 2N              2 (P-1)         cast N
     write-up    (P-1) 12k, or as plain    (P-1), 2 (P-1)  topk N + scatter P k (k where it is dense) + task
     all-gather  (P-1) b k                 (P-1)           select N + entry (1 + P) k + task
-    sharded     2 (P-1)/P b k             2 (P-1)         select N (1 + 1/P) + entry 3k (1 + 1/P) + 2 task
+    sharded     (w + 1) (P-1)/P b k       2 (P-1)         select N (1 + 1/P) + entry k (1 + 2w + 3/P) + 2 task
 
-b is what an entry takes: Elias-Fano indices and a value. Each bucket is worked on in turn, once it is
-ready (timeline.py), for
+b is what an entry takes: Elias-Fano indices and a value. w is the share of its entries that a worker sends to
+owners (``sent_share``). Each bucket is worked on in turn, once it is ready (timeline.py), for
 
     s cpu + norm(wire, s move bytes) + s round messages
 
@@ -32,6 +32,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..communication.collectives import sent_share
 from .measure import Plan
 from .timeline import ELEMENT, Bucket, buckets_of, step_seconds
 
@@ -133,8 +134,9 @@ def _allgather(n: float, k: float, p: int, values: str) -> Work:
 
 
 def _sharded(n: float, k: float, p: int, values: str) -> Work:
-    sent, again = _ring(k * entry_bytes(k / n, values), p), 1 + 1 / p
-    return Work(sent, {"select": again * n, "entry": 3 * again * k}, 2 * (p - 1), 2)
+    entry, share = entry_bytes(k / n, values), sent_share(p)
+    sent = (share + 1) * (p - 1) / p * k * entry
+    return Work(sent, {"select": (1 + 1 / p) * n, "entry": (1 + 2 * share + 3 / p) * k}, 2 * (p - 1), 2)
 
 
 _WORK: dict[str, Callable[[float, float, int, str], Work]] = {
