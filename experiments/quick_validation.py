@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compressed_ddp import CompressionConfig, attach, get_compressor, reshard_states
-from compressed_ddp.communication.collectives import worker_packer
+from compressed_ddp.communication.collectives import parted
+from compressed_ddp.communication.packer import Packer
 from compressed_ddp.data import load
 from compressed_ddp.layout import BucketLayout
 from compressed_ddp.metrics import Ledger, SocketMeter
@@ -153,7 +154,8 @@ def law_holds(here: Here) -> bool:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     names, parameters = zip(*model.named_parameters(), strict=True)
     layout = BucketLayout(names, tuple(p.shape for p in parameters))
-    packer = worker_packer(layout, get_compressor(0.01), CompressionConfig(), 1, torch.device("cpu"))
+    compressor = get_compressor(0.01)
+    packer = Packer(compressor, *parted(layout, compressor, CompressionConfig(), 1, torch.device("cpu")))
     memory, clock = Slot(torch.zeros(layout.numel)), Ledger("topk", "", error_feedback=True)
     holds = True
     for step in range(STEPS):
