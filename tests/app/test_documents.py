@@ -32,7 +32,7 @@ PROGRAM = re.compile(r"(python|compressed-ddp|torchrun|make|pip)( |$)")
 SHORT = ["--limit=12", "--batch-size=2", "--epochs=1", "--max-steps=2", "--workers=1", "--no-tensorboard"]
 TINY = ["--block=16", "--threads=1"]
 # An experiment that is quick runs, as a program. Flags of the others are read by their own parsers here; in
-# short forms they run in unit/test_experiments.py, test_benchmark_training.py, test_methods.py,
+# short forms they run in unit/test_experiments.py, test_benchmark_training.py, test_comparison_of_methods.py,
 # test_notebooks.py, test_quick_validation.py, lab/test_scalability.py and distributed/test_faults.py.
 SHORT_FORMS = {"cost_model": ["--out=short"]}
 

@@ -168,6 +168,12 @@ def test_readme_code_is_code() -> None:
                 assert {alias.name for alias in node.names} <= set(compressed_ddp.__all__)
 
 
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    """Modules of the same name cannot be loaded together, as a plain ``pytest`` does."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_make_test_reaches_every_test() -> None:
     """Each line of the target as make itself would run it; a path that it names may be a folder or a file."""
     program = shutil.which("make")
