@@ -89,7 +89,12 @@ def of_kinds(figures: list[float]) -> str:
 
 def targets(book: Book) -> Iterator[Target]:
     """In the largest size with one thread, unless it says otherwise."""
-    for method, title in (("native", "native take"), ("take_ in place", "`take_` in place")):
+    takes = {
+        "native": "native take",
+        "take_ out=": "`take_` with `out=`",
+        "take_ in place": "`take_` in place",
+    }
+    for method, title in takes.items():
         for ratio, most in ((0.01, 1.5), (0.001, 1.3), (0.1, 2.2)):
             found = [book.passes(method, ratio, kind=kind) for kind in KINDS]
             yield Target(

@@ -22,6 +22,7 @@ TAKES = {
     "native": "**`kernels.native`**, what training calls",
     "native exact=False": "the same with `exact=False`",
     "native 4 shards": "the same for 4 interleaved shards",
+    "take_ out=": "`compressor.take_(residual, gradient, out=other)`",
     "take_ in place": "`compressor.take_(residual, gradient)`, in place",
 }
 CODECS = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -39,6 +40,8 @@ LOST_A_PEER = 3
 RATIO, RATE = 0.02, 0.01
 LIBC = ctypes.CDLL(None)
 WAYS, CAPS, FORMATS = ("sharded", "allgather"), (0.01, 0.03, 0.1, 25.0), ("int8", "fp32", "int4")
+TOUR = 40
+"""Steps that each wrapping is used for at the beginning of a life."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +65,25 @@ class Job:
         """Random numbers that all workers draw alike."""
         return random.Random(f"{self.seed} {of}")
 
-    def wrapping(self, life: int, step: int) -> tuple[CompressionConfig, float]:
-        """How gradients travel from ``step`` on, and how large DDP's buckets are."""
-        chance, first = self.chance("wrapping", life, step), life % len(WAYS)
-        way = WAYS[first] if step < 0 else chance.choice(WAYS)  # lives begin with one and the other
-        config = CompressionConfig(
-            ratio=RATIO, values=chance.choice(FORMATS), collective=way, sync_timeout=self.timeout
-        )
-        return config, chance.choice(CAPS)
+    def wrapping(self, life: int, done: int) -> tuple[CompressionConfig, float] | None:
+        """How gradients travel from now on, and how large DDP's buckets are; None: as before.
+
+        ``done`` counts the steps of this life. It begins with a tour of everything there is, so that what the
+        first use of each needs is not taken for a leak later; then changes come at random.
+        """
+        everything = list(itertools.product(WAYS, FORMATS, CAPS))
+        self.chance("tour", life).shuffle(everything)
+        turn, rest = divmod(done, TOUR)
+        chance = self.chance("wrapping", life, done)
+        if turn < len(everything):
+            if rest:
+                return None
+            way, values, cap = everything[turn]
+        elif chance.random() * self.rewrap_every < 1:
+            way, values, cap = chance.choice(everything)
+        else:
+            return None
+        return CompressionConfig(ratio=RATIO, values=values, collective=way, sync_timeout=self.timeout), cap
 
     def overflow(self, life: int, step: int) -> tuple[int, float] | None:
         """Which rank's gradient is not finite in this step, and how; most often none is."""
@@ -137,6 +151,8 @@ class Training:
 
     def __init__(self, job: Job, rank: int, life: int) -> None:
         self.job, self.rank, self.life, self.step, self.skipped = job, rank, life, 0, 0
+        first = job.wrapping(life, 0)
+        assert first is not None, "a life begins with its tour"
         self.net = network()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=RATE, momentum=0.9)
         size = sum(p.numel() for p in self.net.parameters())
@@ -146,17 +162,17 @@ class Training:
         views = named(self._caught, self.net)
         for number, (name, parameter) in enumerate(self.net.named_parameters()):
             parameter.register_hook(partial(self._catch, number, views[name]))
-        self._wrap(*job.wrapping(life, -1))
+        self._wrap(*first)
 
     def _wrap(self, config: CompressionConfig, cap: float) -> None:
         self.ddp = DistributedDataParallel(self.net, bucket_cap_mb=cap)
         self.sync = attach(self.ddp, config)
 
-    def rewrap(self) -> None:
+    def rewrap(self, config: CompressionConfig, cap: float) -> None:
         """Other buckets, another way: all is built anew, and the state carried over."""
         state = self.sync.state_dict()
         self.sync.close()
-        self._wrap(*self.job.wrapping(self.life, self.step))
+        self._wrap(config, cap)
         self.sync.load_state_dict(state)
 
     def _catch(self, number: int, view: Tensor, gradient: Tensor) -> Tensor:
@@ -266,12 +282,12 @@ def work(rank: int, job: Job, life: int) -> None:
 
 def serve(training: Training, place: Place) -> None:
     """Steps, samples, checkpoints, and now and then all new buckets, until all are told to stop."""
-    job, due, parent = training.job, 0.0, os.getppid()
+    job, due, parent, began = training.job, 0.0, os.getppid(), training.step
     while True:
         training.train()
-        rewrap = job.chance("rewrap", training.life, training.step).random() * job.rewrap_every < 1
+        wrapping = job.wrapping(training.life, training.step - began)
         # Right after a step, when everything is in use; but a faster peer may be closing its group already.
-        if time.monotonic() >= due and not rewrap:
+        if time.monotonic() >= due and wrapping is None:
             due = time.monotonic() + job.sample_seconds
             with job.samples.open("a") as file:  # one short write: rows of several processes do not mix
                 file.write(",".join(map(str, sample(training))) + "\n")
@@ -282,9 +298,9 @@ def serve(training: Training, place: Place) -> None:
             orphan = os.getppid() != parent  # who started us was killed
             if place.total([job.stop.exists() or orphan])[0]:
                 return
-        if rewrap:
+        if wrapping is not None:
             training.doing = "new buckets"
-            training.rewrap()
+            training.rewrap(*wrapping)
         training.doing = "a step"
 
 

@@ -84,9 +84,9 @@ SECTIONS = (
         "bytes",
         "Bytes against hosts",
         "Counted at the interface of a host, with Ethernet, IP and TCP headers. All-gather's traffic grows "
-        "with the number of the other hosts. The sharded exchange sends 2 (P - 1) / P messages, as plain "
-        "DDP's ring does: from 4 to 16 hosts that alone is 25 % more, and headers come on top. As a share "
-        "of plain DDP it stays nearly where it is.",
+        "with the number of the other hosts. Plain DDP's ring sends 2 (P - 1) / P of the model, 25 % more "
+        "with 16 hosts than with 4. The sharded exchange sends (P - 1) / P of a message to everyone and at "
+        "most 3/4 of one to the owners: an eighth more, and headers come on top.",
         (
             Picture(
                 "bytes_by_hosts",
