@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: train test test-reference lint format lab-demo kill-points fuzz soak clean
+.PHONY: train test test-reference lint format lab-demo needs-root kill-points fuzz soak clean
 
 train: .venv/train.stamp
 	$(BIN)/compressed-ddp compare --config configs/digits.yaml --ratios 1,0.01
@@ -35,10 +35,15 @@ format: .venv/dev.stamp
 
 # As root, about seven minutes: eight hosts on 1 Gbit/s links, what plain DDP, torch's hooks and ours make of
 # ResNet-50's gradients. Rows in lab-demo.csv.
-lab-demo: .venv/train.stamp
+lab-demo: needs-root .venv/train.stamp
 	$(BIN)/compressed-ddp lab run --hosts 8 --rate 1gbit --model resnet50 --compute 50ms --steps 2 \
 	  --methods none,plain,fp16,bf16,powersgd-1,writeup-sparse,ours-allgather-int8,ours-sharded-int8,ours-sharded-int4 \
 	  --out lab-demo.csv
+
+# First of all, so that nobody waits for a setup in vain.
+needs-root:
+	@test "$$(id -u)" = 0 || \
+	  { echo 'this needs root (network namespaces): sudo env "PATH=$$PATH" make lab-demo' >&2; exit 1; }
 
 # About a quarter of an hour: kill -9 while checkpoints are written, 100 times at random and once before each
 # operation on a file. Rows in results/kill_points.csv.

@@ -127,15 +127,15 @@ void bracket(const Job &job, Segment &segment, uint32_t *keys, uint32_t *work) {
   const double rank = static_cast<double>(n * k) / static_cast<double>(size), margin = margin_of(rank);
   const int64_t low = job.exact ? std::min(n, static_cast<int64_t>(rank + margin) + 1)
                                 : std::max<int64_t>(1, static_cast<int64_t>(rank + 0.5));
-  // A sixteenth of the sample says which keys of it will not matter.
-  if (lines >= 1024) {
+  uint32_t least = 0;
+  if (lines >= 1024) { // a sixteenth of the sample says which keys of it will not matter
     constexpr int64_t kStep = 16;
     const double part = static_cast<double>(low) / kStep;
     sampled = sample(job, segment, kStep, 0, keys);
-    const uint32_t least = ranked(std::min(sampled, static_cast<int64_t>(part + margin_of(part)) + 1));
-    sampled = sample(job, segment, 1, least, keys);
+    least = ranked(std::min(sampled, static_cast<int64_t>(part + margin_of(part)) + 1));
   }
-  if (lines < 1024 || sampled < low) sampled = sample(job, segment, 1, 0, keys);
+  sampled = sample(job, segment, 1, least, keys);
+  if (sampled < low) sampled = sample(job, segment, 1, 0, keys); // that was wrong
   segment.low = ranked(low);
   if (!job.exact) {
     segment.exact = false;

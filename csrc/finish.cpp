@@ -209,30 +209,27 @@ int64_t settle(const Job &job, const Segment &segment, Lists lists, uint32_t kth
   };
   if (lists.threads == 1) return settle_list(lists[0], ties, 0, segment.quota.k);
 
-  struct Place {
-    Part part;
-    int64_t ties = 0, from = 0, room = 0, kept = 0;
+  struct Place { // `stay` entries, `ties` of them equal to the k-th, go to `from` and on
+    int64_t ties, from, stay;
   };
-  std::vector<Place> places(static_cast<size_t>(lists.threads));
+  std::vector<Part> parts(static_cast<size_t>(lists.threads));
+  std::vector<Place> places;
   const auto spread = [&](const auto &work) {
     if (segment.quota.k >= kSpreadFrom) return in_parallel(static_cast<int>(lists.threads), work);
     for (int t = 0; t < lists.threads; ++t) work(t);
   };
-  spread([&](int t) { places[static_cast<size_t>(t)].part = part_of(lists[t], kth); });
-  int64_t from = 0;
-  for (Place &place : places) {
-    place.ties = std::min(ties, place.part.equal);
-    ties -= place.ties;
-    place.from = from;
-    place.room = place.part.above + place.ties;
-    from += place.room;
+  spread([&](int t) { parts[static_cast<size_t>(t)] = part_of(lists[t], kth); });
+  int64_t kept = 0;
+  for (const Part &part : parts) {
+    const int64_t here = std::min(ties, part.equal);
+    places.push_back({here, kept, part.above + here});
+    ties -= here;
+    kept += part.above + here;
   }
   spread([&](int t) {
-    Place &place = places[static_cast<size_t>(t)];
-    place.kept = settle_list(lists[t], place.ties, place.from, place.room);
+    const Place &place = places[static_cast<size_t>(t)];
+    settle_list(lists[t], place.ties, place.from, place.stay);
   });
-  int64_t kept = 0;
-  for (const Place &place : places) kept += place.kept;
   return kept;
 }
 

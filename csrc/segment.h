@@ -38,7 +38,6 @@ struct Job {
   float *out;
   int64_t numel, shards;
   bool exact, stream;
-  float sum(int64_t at) const { return residual ? residual[at] + gradient[at] : gradient[at]; }
 };
 
 // All that threads listed for one segment, in increasing order.

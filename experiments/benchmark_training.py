@@ -18,6 +18,7 @@ rows go to results/lab_training.csv; rates are then those that results/benchmark
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,7 +78,7 @@ def this_machine(workers: int) -> Iterator[Place]:
 @contextmanager
 def on_lab(options: argparse.Namespace) -> Iterator[Place]:
     """A shaped network; every run begins with a look whether the machine holds it."""
-    from compressed_ddp.lab import Lab, check, launch, measure_links
+    from compressed_ddp.lab import Lab, LaunchFailed, check, launch, measure_links
     from compressed_ddp.lab.session import link_share
 
     hosts, rate = options.hosts, options.rate
@@ -90,7 +91,11 @@ def on_lab(options: argparse.Namespace) -> Iterator[Place]:
             return {"hosts": hosts, "rate": rate, "link_share": f"{share:.3f}"}
 
         def start(program: Sequence[str]) -> None:
-            launch(network, program)
+            with tempfile.TemporaryFile() as words:
+                try:
+                    launch(network, program, errors=words)
+                except LaunchFailed as error:
+                    raise SystemExit(str(error)) from error
 
         yield Place(hosts, start, about)
 
@@ -187,7 +192,7 @@ def one(run: Run, task: Task, options: argparse.Namespace, place: Place) -> dict
     try:
         return row | row_of(train(run, task, options.data_dir, more, place.start), target)
     except SystemExit as error:
-        said = str(error).strip().splitlines()
+        said = [line.strip(" |") for line in str(error).splitlines()]
         diverged = [line for line in said if "the loss is" in line or "not finite" in line]
         if not diverged:
             raise

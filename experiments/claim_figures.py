@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
+from compressed_ddp.lab.costs import VALUE_BITS
 from compressed_ddp.lab.summary import Summary
 from compressed_ddp.metrics import amount
 from compressed_ddp.report import Table
@@ -142,9 +143,9 @@ def phases(table: Table) -> str | None:
     size = max((n for method, n in ms if method == NAIVE), default=None)
     if size is None:
         return None
-    ours = [ms[method, size] for method in ("take_ in place", "encode", "decode")]
+    ours = [ms[method, size] for method in (OURS, "encode", "decode")]
     return (
-        f"{size / 1e6:.3g} M: its steps in torch {ms[NAIVE, size]:,.0f} ms; ours {ours[0]:.0f} for residual, "
+        f"{size / 1e6:.3g} M: its steps in torch {ms[NAIVE, size]:,.0f} ms; ours {ours[0]:.1f} for residual, "
         f"choice and new residual at once, {ours[1]:.1f} to encode, {ours[2]:.1f} to decode a message"
     )
 
@@ -155,7 +156,12 @@ def entry_bits(table: Table) -> str | None:
         for row in table.rows
         if row["ratio"] == 0.01 and row["index_bits"] is not None
     }
-    return f"{found[max(found)]:.2f} bits for the index, 8 for the value" if found else None
+    value = VALUE_BITS["int8"]
+    return (
+        f"{found[max(found)]:.2f} bits for the index, {value:g} for the value with its share of a scale"
+        if found
+        else None
+    )
 
 
 def scores(dataset: str) -> Measure:
@@ -183,13 +189,15 @@ def faster(dataset: str) -> Measure:
     """Seconds of the whole training on the lab: dense by compressed."""
 
     def measure(table: Table) -> str | None:
-        by = _means(table, dataset, "seconds")
-        dense = by.pop(1.0, None)
-        if not dense or not by:
-            return None
-        row = next(row for row in table.rows if row["dataset"] == dataset)
-        where = f"{row['model']}, {row['hosts']:g} hosts at {row['rate']}"
-        return f"{', '.join(f'{dense / value:.2f}' for value in by.values())} ({where})"
+        first = {row["model"]: row for row in reversed(tests_of(table.rows)) if row["dataset"] == dataset}
+        cells = []
+        for model, row in reversed(first.items()):
+            by = _means(table, dataset, "seconds", str(model))
+            dense = by.pop(1.0, None)
+            if dense and by:
+                times = ", ".join(f"{dense / value:.2f}" for value in by.values())
+                cells.append(f"{times} ({model}, {row['hosts']:g} hosts at {row['rate']})")
+        return "; ".join(cells) or None
 
     return measure
 
@@ -253,18 +261,18 @@ def _model(table: Table, dataset: str) -> str:
     return next(row["model"] for row in table.rows if row["dataset"] == dataset)
 
 
-def _means(table: Table, dataset: str, column: str) -> dict[float, float]:
+def _means(table: Table, dataset: str, column: str, model: str = "") -> dict[float, float]:
     """A column's mean over the seeds by ratio, where it is known."""
     known = {
         ratio: [row[column] for row in rows if row[column] is not None]
-        for ratio, rows in _by_ratio(table, dataset)
+        for ratio, rows in _by_ratio(table, dataset, model)
     }
     return {ratio: statistics.fmean(values) for ratio, values in known.items() if values}
 
 
-def _by_ratio(table: Table, dataset: str) -> list[tuple[float, list[dict[str, object]]]]:
-    """Test runs of the first model in the file, from dense to the smallest ratio."""
+def _by_ratio(table: Table, dataset: str, model: str = "") -> list[tuple[float, list[dict[str, object]]]]:
+    """Test runs of ``model``, or of the first in the file, from dense to the smallest ratio."""
     rows = [row for row in tests_of(table.rows) if row["dataset"] == dataset]
-    rows = [row for row in rows if row["model"] == rows[0]["model"]]
+    rows = [row for row in rows if row["model"] == (model or rows[0]["model"])]
     ratios = sorted({row["ratio"] for row in rows}, reverse=True)
     return [(ratio, [row for row in rows if row["ratio"] == ratio]) for ratio in ratios]

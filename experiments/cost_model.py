@@ -6,15 +6,13 @@ predicts the other part, which it has not seen: by default all runs with 8 hosts
 between the fewest and the most and are as oversubscribed as the rates allow. Then it says what a step
 takes with 32 to 4,096 workers that have their own cores, from 10 Mbit/s to 400 Gbit/s.
 
-    python experiments/cost_model.py --rows results/scalability_analysis.csv results/scalability_dilated.csv
-    # writes results/cost_model.csv, _check.csv, _map.csv and .png
+    python experiments/cost_model.py     # writes results/cost_model.csv, _check.csv and _map.csv
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import math
 import os
 import re
 import statistics
@@ -27,11 +25,11 @@ from pages import ROOT
 
 from compressed_ddp.lab.costs import MODELLED, PARAMETERS, Case, Sample, fit, predict, wire_bytes
 from compressed_ddp.lab.summary import ROUND
+from compressed_ddp.report import SOURCES, read_table, tables
 
 WORKERS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 RATES = (1e7, 2.5e7, 1e8, 2.5e8, 5e8, 1e9, 2.5e9, 5e9, 1e10, 2.5e10, 4e10, 1e11, 2e11, 4e11)
 MAPPED = ("plain", "fp16", "ours-allgather-int8", "ours-sharded-int8")
-OURS = ("ours-allgather-int8", "ours-sharded-int8")
 AIM = 15.0
 CHECK = ("hosts", "rate", "method", "ratio", "elements", "held_out", "measured_ms", "predicted_ms", "error")
 MAP = ("workers", "rate_bits", "method", "predicted_ms", "dense_ms", "gain")
@@ -94,8 +92,8 @@ def median_error(rows: Sequence[Row], *, held_out: bool) -> float:
 def map_rows(fitted: dict[str, float], ratio: float, compute: float, latency: float) -> list[Row]:
     """Every number of workers and rate; ResNet-50, hosts with their own cores.
 
-    Bytes move without CPU, as network cards for the upper rates have it: that helps plain DDP most.
-    ``latency`` is what the lab's links do not have.
+    Bytes move without CPU, as network cards for the upper rates have it: that helps plain DDP most. Of what a
+    message costs only ``latency`` is left, which the lab's links do not have: fitted rounds are CPU.
     """
     real = fitted | {"move": 0.0, "round": latency}
     rows = []
@@ -112,60 +110,6 @@ def map_rows(fitted: dict[str, float], ratio: float, compute: float, latency: fl
                 for method in MAPPED
             ]
     return rows
-
-
-def break_even(rows: Sequence[Row], workers: int, methods: Sequence[str]) -> float | None:
-    """The highest rate of the map up to which the best of ``methods`` gains; None if it never does."""
-    best: dict[float, float] = {}
-    for row in rows:
-        if row["workers"] == workers and row["method"] in methods:
-            rate = float(row["rate_bits"])
-            best[rate] = max(best.get(rate, 0.0), row["gain"])
-    winning = [rate for rate, gain in best.items() if gain > 1]
-    return max(winning) if winning else None
-
-
-def plot(rows: Sequence[Row], path: Path, ratio: float, compute: float, latency: float) -> None:
-    """Where compression wins: gain of the better of ours by workers and rate, and the break-even line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.colors import TwoSlopeNorm
-
-    gains = {(row["workers"], float(row["rate_bits"]), row["method"]): row["gain"] for row in rows}
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5.6), layout="constrained")
-    titles = {"ours: the better of all-gather and sharded": OURS, "torch's fp16 hook": ("fp16",)}
-    for each, (title, methods) in zip(axes, titles.items(), strict=True):
-        best = [[max(gains[w, rate, m] for m in methods) for w in WORKERS] for rate in RATES]
-        logs = [[math.log2(gain) for gain in line] for line in best]
-        limit = max(1.0, max(max(line) for line in logs))
-        norm = TwoSlopeNorm(0.0, min(-1.0, min(min(line) for line in logs)), limit)
-        mesh = each.pcolormesh(range(len(WORKERS)), range(len(RATES)), logs, cmap="RdBu", norm=norm)
-        for y, line in enumerate(best):
-            for x, gain in enumerate(line):
-                colour = "white" if abs(norm(logs[y][x]) - 0.5) > 0.35 else "black"
-                text = f"{gain:.2f}" if gain < 2 else f"{gain:.1f}" if gain < 10 else f"{gain:.0f}"
-                each.text(x, y, text, ha="center", va="center", fontsize=7, color=colour)
-        if min(map(min, logs)) < 0 < max(map(max, logs)):
-            each.contour(range(len(WORKERS)), range(len(RATES)), logs, [0.0], colors="black", linewidths=2)
-        each.set_xticks(range(len(WORKERS)), [f"{w:,}" for w in WORKERS])
-        each.set_yticks(range(len(RATES)), [_rate(rate) for rate in RATES])
-        each.set_xlabel("workers")
-        each.set_title(title, fontsize=11)
-        figure.colorbar(mesh, ax=each, label="doublings of speed against plain DDP")
-    figure.suptitle(
-        "Predicted: times faster than plain DDP's ring; black line: break-even. ResNet-50, "
-        f"{1e3 * compute:g} ms of compute, ratio {ratio:g},\n"
-        f"hosts with their own cores, {1e3 * latency:g} ms a round, cards that move bytes by themselves",
-        fontsize=11,
-    )
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def _rate(rate: float) -> str:
-    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
 
 
 def write(path: Path, columns: Sequence[str], rows: Iterable[Row], about: Row) -> None:
@@ -224,12 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tell_bytes(rows, samples)
     mapped = map_rows(fitted, options.ratio, options.compute, options.latency)
     write(options.out / "cost_model_map.csv", MAP, mapped, about)
-    print("\nours gain on plain DDP up to:")
-    for workers in WORKERS:
-        rate = break_even(mapped, workers, OURS)
-        print(f"  {workers:>5} workers: {'nowhere' if rate is None else _rate(rate)}")
-    plot(mapped, options.out / "cost_model.png", options.ratio, options.compute, options.latency)
-    print(f"\nwrote cost_model.csv, _check.csv, _map.csv and .png to {options.out}")
+    grid = tables.break_even(read_table(SOURCES["cost_model_map"], options.out / "cost_model_map.csv"))
+    assert grid is not None  # ours are in the map
+    print(f"\n{grid.markdown()}\n\nwrote cost_model.csv, _check.csv and _map.csv to {options.out}")
 
 
 def tell_errors(checked: Sequence[Row], rules: Sequence[tuple[str, str]]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ TITLES = {"kill": "`kill -9`", "stop": "`SIGSTOP`", "cut": "cut link", "close": 
 def measure(timeout: float, repeats: int) -> list[Row]:
     """A row for each survivor of each cell, cell after cell."""
     about = {"workers": str(faults.WORLD), "sync_timeout": f"{timeout:g}", **origin()}
+    about["date"] = time.strftime("%Y-%m-%d")
     rows = []
     for repeat in range(repeats):
         for record in faults.run(faults.cells(), timeout, together=1):

@@ -143,17 +143,17 @@ class Worker:
             and all(torch.equal(kept[k], now[k]) for k in kept)
         )
         self.report["moved"] = any(bool(tensor.any()) for tensor in kept.values())
-        if self.rank == 0:  # others end without a word, as programs do
+        closes = self.rank == 0  # others end without a word, as programs do: their worker thread still waits
+        if closes:
             sync.close()
-            patience = time.monotonic() + 5  # the kernel lists a thread for a moment after it was joined
-            while used()["tasks"] > before["tasks"] and time.monotonic() < patience:
-                time.sleep(0.01)
-            self.report["left"] = {what: n - before[what] for what, n in used().items()}
+        self.count_what_is_left(before, threads=0 if closes else 1)
+        if closes:
             dist.destroy_process_group()
 
     def write_checkpoints(self, timeout: float, before: set[int]) -> None:
         self.count(Place, "gather")
         place = Place(self.rank, WORLD, self.rank, torch.device("cpu"), "gloo", timeout)
+        counted = used()
         roll = RollCall(self.rank, WORLD, new_address(before), place.gather)
         place = Place(self.rank, WORLD, self.rank, torch.device("cpu"), "gloo", timeout, roll)
         kept = checkpoint.Checkpoints(self.folder / "checkpoints", keep=3)
@@ -177,7 +177,17 @@ class Worker:
         self.report["intact"] = kept.all() == [last] and whole == [0, 1, 2] and bool(weights.all())
         if self.rank == 0:
             roll.close()
+        self.count_what_is_left(counted, threads=0)
+        if self.rank == 0:
             dist.destroy_process_group()
+
+    def count_what_is_left(self, before: dict[str, int], threads: int) -> None:
+        """Report what there is now and was not ``before``; so many ``threads`` of ours may still be there."""
+        patience = time.monotonic() + 5  # the kernel lists a thread for a moment after it was joined
+        while used()["tasks"] > before["tasks"] + threads and time.monotonic() < patience:
+            time.sleep(0.01)
+        self.report["left"] = {what: n - before[what] for what, n in used().items()}
+        self.report["may_be_left"] = threads
 
     def meet(self) -> None:
         """Wait for the others: they may have been slow to start, and the time-outs of the cell are short."""

@@ -6,14 +6,26 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from method_plan import ACCURACY, DENSE, OPTIMIZERS, SEEDS, TEST, WORKERS, Row, Task, chosen
 from pages import fill
 
-if TYPE_CHECKING:
-    from methods import Row, Task
-
-PAGE, SEEDS, TEST = "docs/methods.md", 3, "test"
+PAGE = "docs/methods.md"
+WHOLE = ("mnist", "fashion", "fashion_adamw", "text", "cifar10")
+"""Tasks with a table and a panel of their own."""
+BESIDE = (
+    "error feedback",
+    "DGC, no warm-up",
+    "error feedback, Adam behind it",
+    "Adam in two halves",
+    "two halves, momentum",
+    "two halves, momentum, frozen",
+    "EF21-SGDM",
+)
+"""Methods that are shown optimizer by optimizer."""
+ALIKE = 1.25
+"""How much more than the task's plain method another may send and still be compared with it at one ratio."""
 COMMAND = "torchrun --standalone --nproc-per-node 4 experiments/methods.py --data-dir data"
 
 
@@ -53,13 +65,14 @@ class Result(NamedTuple):
 def results(rows: Sequence[Row], name: str, task: Task) -> list[Result]:
     """Means over seeds, in the plan's order; dense first."""
     found = []
-    for method_name, method in task.methods.items():
-        for ratio in (1.0,) if method.dense else task.ratios:
+    for method_name in task.methods:
+        lr = chosen(rows, name, method_name)
+        for ratio in task.ratios_of(method_name):
             mine = [
                 row
                 for row in rows
                 if (row["task"], row["method"], row["purpose"]) == (name, method_name, TEST)
-                and float(row["ratio"]) == ratio
+                and (float(row["ratio"]), float(row["lr"])) == (ratio, lr)
             ]
             if not mine:
                 continue
@@ -69,7 +82,7 @@ def results(rows: Sequence[Row], name: str, task: Task) -> list[Result]:
             deviation = statistics.stdev(scores) if len(scores) > 1 else math.nan
             found.append(
                 Result(
-                    *(method_name, ratio, float(mine[0]["lr"])),
+                    *(method_name, ratio, lr),
                     *(statistics.fmean(scores), deviation, statistics.fmean(sent)),
                     *(len(good), len(mine) - len(good)),
                 )
@@ -78,14 +91,15 @@ def results(rows: Sequence[Row], name: str, task: Task) -> list[Result]:
 
 
 def by_accuracy(task: Task) -> bool:
-    return task.score == "test_accuracy"
+    return task.score == ACCURACY
 
 
 def score(each: Result, task: Task) -> str:
     """Mean and deviation; in brackets what is missing to three good runs."""
     digits = 2 if by_accuracy(task) else 4
     notes = [f"{each.failed} diverged"] if each.failed else []
-    notes += [f"{each.runs + each.failed} of {SEEDS} runs"] if each.runs + each.failed < SEEDS else []
+    runs = each.runs + each.failed
+    notes += [f"{runs} of {len(SEEDS)} runs"] if runs < len(SEEDS) else []
     text = "-" if math.isnan(each.mean) else f"{each.mean:.{digits}f}"
     text += "" if math.isnan(each.deviation) else f" ± {each.deviation:.{digits}f}"
     return f"{text} ({', '.join(notes)})" if notes else text
@@ -106,7 +120,7 @@ def share(each: Result, dense: Result | None) -> str:
 
 
 def dense_of(found: Sequence[Result]) -> Result | None:
-    return next((each for each in found if each.method == "dense"), None)
+    return next((each for each in found if each.method == DENSE), None)
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -123,7 +137,7 @@ def table(rows: Sequence[Row], name: str, task: Task) -> str:
         (*head, "against dense", "sent"),
         [
             [
-                *(each.method, "" if each is dense else f"{each.ratio:.1%}", f"{each.lr:g}"),
+                *(each.method, "" if each.ratio == 1 else f"{each.ratio:.1%}", f"{each.lr:g}"),
                 *(score(each, task), "" if each is dense else gap(each, dense, task), share(each, dense)),
             ]
             for each in found
@@ -132,16 +146,19 @@ def table(rows: Sequence[Row], name: str, task: Task) -> str:
 
 
 def best_of(found: Sequence[Result], task: Task, ratio: float) -> Result | None:
-    """The method that scored best at ``ratio``; one that failed with some seed is not it."""
-    able = [each for each in found if each.ratio == ratio and each.method != "dense" and not each.failed]
+    """The method that scored best at ``ratio``; one that failed with some seed, or sent more, is not it."""
+    able = [each for each in found if each.ratio == ratio < 1 and not each.failed]
+    plain = next((each.sent for each in able if each.method == default(task)), math.inf)
+    able = [each for each in able if not each.sent > ALIKE * plain]
     pick = max if by_accuracy(task) else min
     return pick(able, key=lambda each: each.mean, default=None)
 
 
 def best(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
-    """For each task and ratio the best method, beside what the application does by itself."""
+    """For each task and ratio the best method that sends about as much, beside the plain one."""
     lines = []
-    for name, task in tasks.items():
+    for name in WHOLE:
+        task = tasks[name]
         found = results(rows, name, task)
         dense = dense_of(found)
         for ratio in task.ratios:
@@ -155,13 +172,58 @@ def best(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
                     *(share(first, dense), "-" if usual is None else gap(usual, dense, task)),
                 ]
             )
-    head = ("task", "ratio", "best method", "its score", "against dense", "sent", "the default against dense")
+    head = (
+        "task",
+        "ratio",
+        "best method",
+        "its score",
+        "against dense",
+        "sent",
+        "the plain method against dense",
+    )
     return markdown(head, lines)
 
 
 def default(task: Task) -> str:
-    """The method that has no settings but ``compress``: what the application does when it is not asked."""
+    """The task's plain method: no settings but ``compress`` beside those of the task."""
     return next(name for name, each in task.methods.items() if each.flags == {"compress": True})
+
+
+def by_workers(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
+    """A line a method and ratio, a column a number of workers."""
+    columns = {name: results(rows, name, tasks[name]) for name in WORKERS}
+    lines = []
+    for method in tasks[WORKERS[0]].methods:
+        for ratio in tasks[WORKERS[0]].ratios_of(method):
+            cells = []
+            for name, found in columns.items():
+                each = next((e for e in found if (e.method, e.ratio) == (method, ratio)), None)
+                text = "-" if each is None else score(each, tasks[name])
+                if each is not None and each.method != DENSE:
+                    text += f", {gap(each, dense_of(found), tasks[name])}"
+                cells.append(text)
+            if set(cells) != {"-"}:
+                lines.append([method, "" if ratio == 1 else f"{ratio:.1%}", *cells])
+    return markdown(("method", "ratio", *(f"{tasks[name].workers} workers" for name in WORKERS)), lines)
+
+
+def by_optimizer(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
+    """At 1 %, a line an optimizer and where it stands."""
+    lines = []
+    for name in OPTIMIZERS:
+        task = tasks[name]
+        found = results(rows, name, task)
+        dense = dense_of(found)
+        kind, flags = task.flags.get("optimizer", "sgd"), task.flags
+        momentum = flags.get("momentum", 0.9)
+        title = f"{kind}, momentum {momentum:g}" if kind == "sgd" and momentum else kind
+        title += ", Nesterov" if flags.get("nesterov") else ""
+        for each in found:
+            if each.ratio == 0.01 and dense is not None and each.method in BESIDE:
+                lines.append(
+                    [title, score(dense, task), each.method, score(each, task), gap(each, dense, task)]
+                )
+    return markdown(("optimizer", "dense", "compressed to 1 %", "accuracy, %", "against dense"), lines)
 
 
 def aims(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
@@ -176,7 +238,7 @@ def aims(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
         if each is None or dense is None:
             continue
         reached = each.mean >= dense.mean - aim.points  # False for NaN
-        complete = min(each.runs, dense.runs) >= SEEDS
+        complete = min(each.runs, dense.runs) >= len(SEEDS)
         lines.append(
             [
                 *(aim.task, f"{aim.ratio:.1%}", each.method + (" (best)" if aim.method is None else "")),
@@ -191,8 +253,10 @@ def parts(rows: Sequence[Row], tasks: Mapping[str, Task], picture: str = "") -> 
     """Mark and what belongs there; ``picture`` is its address seen from the page."""
     missing = markdown((" ",), [[f"not measured yet: `{COMMAND}`"]])
     yield "methods-picture", f"![accuracy or loss against bytes sent, by task]({picture})" if picture else ""
-    for name, task in tasks.items():
-        yield f"methods-{name}", table(rows, name, task) or missing
+    for name in WHOLE:
+        yield f"methods-{name}", table(rows, name, tasks[name]) or missing
+    yield "methods-optimizers", by_optimizer(rows, tasks) or missing
+    yield "methods-workers", by_workers(rows, tasks) or missing
     yield "methods-aims", aims(rows, tasks) or missing
     yield "methods-best", best(rows, tasks) or missing
 
@@ -212,10 +276,11 @@ def plot(rows: Sequence[Row], tasks: Mapping[str, Task], path: Path) -> bool:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    found_in = {name: results(rows, name, tasks[name]) for name in WHOLE}
     panels = {
         name: shown
-        for name, task in tasks.items()
-        if (shown := [each for each in results(rows, name, task) if not math.isnan(each.mean + each.sent)])
+        for name, found in found_in.items()
+        if (shown := [each for each in found if not math.isnan(each.mean + each.sent)])
     }
     if not panels:
         return False

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = r"(?:(?:\||!\[|[¹²³⁴⁵]).*\n|\n(?=[¹²³⁴⁵]))*"
+BLOCK = r"(?:(?:\||!\[|[⁰¹²³⁴-⁹]).*\n|\n(?=[⁰¹²³⁴-⁹]))*"
 """Lines of a table, a picture, and remarks below a table."""
 
 

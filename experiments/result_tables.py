@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import claims
+import lab_overview
 from pages import ROOT, fill
 from rows import read
 
@@ -31,6 +32,7 @@ GRIDS: dict[str, tuple[str, Callable[[Table], Grid | None]]] = {
     "steps-dilated": ("scalability_dilated", lab_tables.steps),
     "everywhere-dilated": ("scalability_dilated", lab_tables.everywhere),
     "traffic": ("scalability_analysis", lab_tables.traffic),
+    "traffic-dilated": ("scalability_dilated", lab_tables.traffic),
     "training": ("benchmark_training", tables.training),
     "lab-training": ("lab_training", tables.training),
     "feedback": ("error_feedback", tables.feedback),
@@ -115,6 +117,9 @@ def parts(found: dict[str, Table], drawn: dict[str, bytes]) -> Iterator[tuple[st
     yield "README.md", "headline", headline(found)
     for page, name in CLAIMS.items():
         yield page, "claims", claims.table(found, name)
+    yield "docs/results.md", "measured", lab_overview.measured(found)
+    yield "docs/results.md", "dilated-cpu", lab_overview.dilated_cpu(found)
+    yield "docs/results.md", "dilated-low-rank", lab_overview.dilated_low_rank(found)
     for source in COMMANDS:
         yield "docs/results.md", f"commands-{source}", commands(found, source)
     for mark, (source, make) in GRIDS.items():

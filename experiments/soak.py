@@ -35,7 +35,8 @@ from soak_checks import Life, books, verdicts
 from soak_worker import LOST_A_PEER, WORKERS, Job, Sample, work
 
 FOLDER = Path(__file__).resolve().parent
-SUMMARY = ("check", "verdict", "found", "limit", "date", "seed", "command", "commit", "version", "machine")
+ORIGIN = ("date", "command", "commit", "machine")
+SUMMARY = ("check", "verdict", "found", "limit", "seed", *ORIGIN, "version")
 # One heap, and large tensors outside of it: else RSS would show the largest moment that each of many arenas
 # has had so far, which is found at random and late. Set before torch is loaded.
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -204,7 +205,8 @@ def write(out: Path, taken: list[Sample], summary: list[dict[str, Any]]) -> None
     """Both files anew."""
     for name in ("soak.csv", "soak_summary.csv"):
         (out / name).unlink(missing_ok=True)
-    append(out / "soak.csv", Sample._fields, [each._asdict() for each in taken])
+    about = {name: summary[0][name] for name in ORIGIN}
+    append(out / "soak.csv", (*Sample._fields, *ORIGIN), [each._asdict() | about for each in taken])
     append(out / "soak_summary.csv", SUMMARY, summary)
 
 

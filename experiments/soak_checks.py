@@ -114,6 +114,7 @@ def verdicts(lives: Sequence[Life], samples: Sequence[Sample], warm_up: float) -
     heard = Counter(f"{each['kind']} in {each['doing']}" for each in told)
     slowest = max((life.ending for life in killed), default=0.0)
     how = f"{len(lives)} lives, {len(killed)} kills, the others gone within {slowest:.1f} s"
+    unexplained = [each for each in told if each["doing"] == "a step" and not each["sync"]]
     ends = f"{len(told)} of {3 * len(killed)}: {', '.join(f'{n} {kind}' for kind, n in heard.items())}"
     rows = [
         _verdict("lives", not faults, f"{how}; {faults or 'no fault'}", "no fault"),
@@ -126,6 +127,12 @@ def verdicts(lives: Sequence[Life], samples: Sequence[Sample], warm_up: float) -
         ),
         _verdict("conservation", gap < GAP, f"{gap:.2g} of one step's gradient", f"below {GAP:g}"),
         _verdict("survivors", len(told) == 3 * len(killed), ends, "all say why they end"),
+        _verdict(
+            "errors in a step",
+            not unexplained,
+            f"{[each['kind'] for each in unexplained] or 'none'} without a SyncError",
+            "a SyncError each",
+        ),
         _verdict("threads left", not left, f"{left or 'none'}", "none after close"),
     ]
     killed_at = {life.number: life.killed for life in lives}

@@ -188,7 +188,10 @@ class Training:
         self._poison = hit[1] if hit is not None and hit[0] == self.rank else None
         self.optimizer.zero_grad()
         inputs, targets = batch(self.rank, self.step)
-        nn.functional.mse_loss(self.ddp(inputs), targets).backward()
+        self.doing = "DDP's forward"  # which lays buckets anew, with an exchange in DDP's own group
+        outputs = self.ddp(inputs)
+        self.doing = "a step"
+        nn.functional.mse_loss(outputs, targets).backward()
         mean = torch.cat([p.grad.reshape(-1) for p in self.net.parameters() if p.grad is not None])
         finite = bool(torch.isfinite(mean).all())
         if finite != (hit is None):

@@ -31,7 +31,7 @@ DECODERS = {
     "kernels/native.py": {"ef_decode", "log_decode", "sum_coded_", "_check_sizes", "_wire_error", "checksum"},
     "communication/packer.py": {"unpack", "sum_", "_add_small"},
     "communication/handshake.py": {"compare", "_read", "_shallow", "_differences"},
-    "communication/guard.py": {"straggler"},
+    "communication/guard.py": {"straggler", "look", "_judge", "_name_the_first"},
     "error_feedback/state.py": {"from_dict", "check_state", "_check_bucket", "_check_origin", "check_tensor"},
 }
 """Functions that read what came from outside."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import logging
 import math
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +21,12 @@ from torch import Tensor
 from compressed_ddp import CompressionConfig, SyncError, reshard_states
 from compressed_ddp.communication import Reducer, run_in_process
 from compressed_ddp.communication.adaptive import check_factors
-from compressed_ddp.communication.guard import _ROW, straggler
+from compressed_ddp.communication.guard import _ROW, Guard, straggler
 from compressed_ddp.communication.handshake import compare, fingerprint
 from compressed_ddp.compression.factory import from_config
 from compressed_ddp.error_feedback.state import check_local, check_state, saved_ratio
 from compressed_ddp.layout import BucketLayout, Partition
+from compressed_ddp.metrics import Ledger
 
 LAYOUTS = (
     BucketLayout(("w", "b"), (torch.Size([20, 7]), torch.Size([9]))),
@@ -188,16 +189,70 @@ def one_guard(data: bytes) -> bool:
         return False
     told = straggler([row[2] for row in rows], rows[0][3])
     assert told is None or ("nan" not in told and "inf" not in told), told
-    return told is not None
+    looked = _look([data[at : at + size] for at in range(0, len(data) - size + 1, size)])
+    return told is not None or looked
+
+
+class _Others:
+    """A transport on which the other ranks say the same every time, cut or repeated to what is wanted."""
+
+    rank = 0
+
+    def __init__(self, rows: list[bytes]) -> None:
+        self._rows, self.world_size = rows, len(rows) + 1
+
+    def all_gather(self, out: Tensor, mine: Tensor) -> None:
+        out[0] = mine
+        for at, row in enumerate(self._rows, 1):
+            said = (row * (-(-mine.numel() // len(row))))[: mine.numel()]
+            out[at] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+
+
+def _look(rows: list[bytes]) -> bool:
+    """Whether a guard goes on after it has heard ``rows`` a few times; the one other end is a SyncError."""
+    net: Any = _Others(rows)
+    logger = logging.getLogger("compressed_ddp")
+    before, logger.disabled = logger.disabled, True  # what it has to say of hostile rows, nobody reads
+    guard = Guard(1, net, torch.device("cpu"), Ledger("", "", False, False))
+    try:
+        for step in range(3):
+            guard.look(WATCHED, step)
+            guard.end_step(step, finite=True)
+    except SyncError:
+        return False
+    finally:
+        logger.disabled = before
+    return True
+
+
+WATCHED = {"w": torch.ones(3), "b": torch.zeros(2)}
+
+
+@functools.cache
+def watched_hash() -> int:
+    """What a rank with the same parameters says of them."""
+    heard: list[bytes] = []
+    net: Any = _Others([bytes(_ROW.size)])
+    tell = net.all_gather
+    net.all_gather = lambda out, mine: (heard.append(bytes(mine.tolist())), tell(out, mine))
+    Guard(1, net, torch.device("cpu"), Ledger("", "", False, False)).look(WATCHED, 0)
+    return int(_ROW.unpack(heard[0])[1])
+
+
+def _said(parameters: int, wait: float, owed: float) -> bytes:
+    """A rank's row: steps of a second, and whatever it says of its debts is ``owed``."""
+    debts = len(_ROW.unpack(bytes(_ROW.size))) - 4
+    return _ROW.pack(True, parameters, wait, 1.0, *[owed] * debts)
 
 
 def seeds() -> dict[Callable[[bytes], bool], list[bytes]]:
     """Good inputs, and a first step away from them."""
     text = description()
-    rows = [struct.pack("<?Qff", True, 7, wait, 1.0) for wait in (0.5, 0.0, 0.6)]
+    rows = [_said(7, wait, 2.0) for wait in (0.5, 0.0, 0.6)]
+    alike = [_said(watched_hash(), wait, norm) for wait, norm in ((0.5, 2.0), (0.0, 9e30))]
     paths = [bytes([0, key, 0, 0, what]) for key in range(11) for what in (0, 13, REMOVE)]
     return {
         one_state: [b"", *paths],
         one_handshake: [text, text + b"\xfe" + text, b"{}\xfe[]", b"[" * 50, b'{"a":' * 30],
-        one_guard: [b"".join(rows)],
+        one_guard: [b"".join(rows), b"".join(alike)],
     }

@@ -19,6 +19,7 @@ from compressed_ddp import (
     CompressionConfig,
     DistributedBackend,
     ErrorFeedbackBuffer,
+    SplitAdam,
     SyncError,
     attach,
     compressed_hook,
@@ -518,6 +519,24 @@ def channels_last(rank: int, world: int) -> tuple[float, bool]:
     again = sync.state_dict()["residuals"]["weight"]
     sync.close()
     return difference.sort().values[:-1].max().item(), torch.equal(again, state["residuals"]["weight"])
+
+
+def channels_last_penalty(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """Everything sent, the same gradient on all: SplitAdam's L2 penalty, and that of torch's Adam."""
+    torch.manual_seed(0)
+    net = nn.Conv2d(8, 16, 3, bias=False).to(memory_format=torch.channels_last)
+    twin, model = copy.deepcopy(net), DDP(net)
+    options = {"lr": 0.01, "weight_decay": 0.5}
+    half = SplitAdam(model.parameters(), beta1=0.9, decoupled_weight_decay=False, **options)
+    whole = torch.optim.Adam(twin.parameters(), **options)
+    with attach(model, CompressionConfig(**EXACT), optimizer=half):
+        for step in range(5):
+            x = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(step))
+            for each, optimizer in ((model, half), (twin, whole)):
+                optimizer.zero_grad()
+                each(x).square().mean().backward()
+                optimizer.step()
+    return net.weight.detach(), twin.weight.detach()
 
 
 def channels_last_owners(rank: int, world: int) -> tuple[float, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from comparing import same
+from ef21_law import astray, by_name, handed_over, own_messages
 from jobs import batch, flat, owed, small_model
 from method_rows import FIXED, ROWS, Row
 from torch import Tensor, nn
@@ -27,6 +29,9 @@ STEPS, SAVED = 11, 5
 """How long a run is, and after which step it is saved. (Buckets are rebuilt after the first step.)"""
 LOCAL = 3
 """Local steps between two meetings: the state is saved between two, and the run ends between two."""
+SURE = 8
+"""A step in which every row overflows, whatever chance has planted: the workers meet in it, and what is
+remembered is compared, which it is not where buckets are rebuilt."""
 
 Named = dict[str, Tensor]
 
@@ -46,6 +51,14 @@ class Run:
         fp16 = row.precision == "fp16"
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=fp16)
         self.laws = Laws(self)
+        self._one_entry = False
+        next(self.net.parameters()).register_hook(self._spoil)  # the last of DDP's buckets has it
+
+    def _spoil(self, gradient: Tensor) -> Tensor:
+        if self._one_entry:
+            gradient = gradient.clone()
+            gradient[0, 0] = torch.inf
+        return gradient
 
     def _ours(self, config: CompressionConfig) -> Any:
         if self.row.local:
@@ -58,8 +71,10 @@ class Run:
         return PlainSync(self.model)
 
     def step(self, step: int, planted: bool) -> None:
-        """One optimizer step; ``planted``: the loss of this rank is infinite."""
+        """One optimizer step; ``planted``: the loss of this rank is infinite, or, in the step ``SURE``, one
+        entry of one gradient."""
         row = self.row
+        self._one_entry, planted = planted and step == SURE, planted and step != SURE
         if row.ratio(step) != self.sync.ratio:
             self.sync.set_ratio(row.ratio(step))
         self.optimizer.zero_grad()
@@ -140,6 +155,9 @@ class Laws:
         self.wanted, self.applied = torch.zeros(2, flat(run.net).numel(), dtype=torch.float64)
         self.arrival = torch.zeros(0)
         self.average: Named = {}
+        self.messages: list[Tensor] = []
+        """EF21: what this rank's own messages of the step under way decode to."""
+        self.astray = 0.0
 
     def arrived(self) -> None:
         """Read what the optimizer is about to get, in the gradient's own units."""
@@ -160,6 +178,17 @@ class Laws:
             name: torch.lerp(self.average[name], want, eta) if self.average else want
             for name, want in wanted.items()
         }
+        self._estimated(self.average if "average" in before["kept"] else wanted, before)
+
+    def _estimated(self, target: Named, before: Mapping[str, Any]) -> None:
+        """EF21: g_i moved by this rank's message, and nearer to ``target``."""
+        after = self.run.sync.state_dict()
+        if "estimate" not in after["kept"] or handed_over(before, after):
+            return
+        new = end_to_end(after["kept"]["estimate"])
+        old = end_to_end(before["kept"]["estimate"]) if before["kept"]["estimate"] else torch.zeros_like(new)
+        message = end_to_end(by_name(self.messages, after))
+        self.astray = max(self.astray, astray(end_to_end(target), old, new, message))
 
     def broken(self) -> float:
         """By how much the law of this method is broken, as a share of what it is about."""
@@ -171,11 +200,12 @@ class Laws:
         return float((self.applied + debt - wanted).abs().max() / wanted.abs().max())
 
     def _broken_ef21(self, state: Mapping[str, Any]) -> float:
-        """g + what owners owe = the mean of all g_i; g is what arrives; v_i is the average of gradients."""
+        """g + what owners owe = the mean of all g_i, which went where messages said; g is what arrives; v_i
+        is the average of gradients."""
         agreed = end_to_end(state["kept"]["agreed"])
         believed = mean(end_to_end(state["kept"]["estimate"]).double())
         debt = mean(owed(self.run.sync, self.run.net).double())
-        found = [(agreed + debt - believed).abs().max() / believed.abs().max()]
+        found = [self.astray, (agreed + debt - believed).abs().max() / believed.abs().max()]
         assert believed.any() and not state["residuals"]
         if not self.run.row.local:
             found.append((self.arrival - agreed).abs().max() / agreed.abs().max())
@@ -189,7 +219,9 @@ class Laws:
         old, new = before["local"], self.run.sync.state_dict()["local"]
         decay = self.run.sync.momentum
         self.applied += end_to_end(new["momentum"]).double() - decay * end_to_end(old["momentum"]).double()
-        self.wanted += end_to_end(old["anchor"]) - end_to_end(weights)
+        moved = {name: anchor - weights[name] for name, anchor in old["anchor"].items()}
+        self.wanted += end_to_end(moved)
+        self._estimated(moved, before)
 
 
 def clip(gradients: Named, halves: SplitOptimizer, buckets: Iterable[list[str]]) -> Named:
@@ -216,12 +248,20 @@ def velocity(optimizer: SplitOptimizer, gradients: Named, before: Mapping[str, A
 
 
 def update(optimizer: SplitOptimizer, gradients: Named, before: Mapping[str, Any]) -> Named:
-    options, kept = optimizer.param_groups[0], before["kept"]["square"]
-    b, wanted = options["beta"], {}
+    assert isinstance(optimizer, SplitAdam)
+    options, kept, taken = optimizer.param_groups[0], before["kept"], before["taken"]
+    b, b1, wanted = options["beta"], optimizer.beta1, {}
+    penalty = 0.0 if optimizer.decoupled_weight_decay else options["weight_decay"]
+    freeze = optimizer.freeze or math.inf
     for name, grad in gradients.items():
-        s = (1 - b) * grad**2 + (b * kept[name] if name in kept else 0.0)
-        root = (s / (1 - b ** (before["taken"] + 1))).sqrt()
-        wanted[name] = options["lr"] * grad / (root + options["eps"])
+        g = grad + penalty * before["weights"][name]
+        s, m = (kept.get(what, {}).get(name, torch.zeros_like(g)) for what in ("square", "momentum"))
+        m = b1 * m + (1 - b1) * g
+        count = min(taken + 1, freeze)
+        new = (1 - b) * g**2
+        s = b * s + new if taken < freeze else torch.maximum(s, new)
+        root = (s / (1 - b**count)).sqrt()
+        wanted[name] = options["lr"] * m / (1 - b1 ** (taken + 1)) / (root + options["eps"])
     return wanted
 
 
@@ -247,10 +287,13 @@ def mean(tensor: Tensor) -> Tensor:
 
 
 def overflows(name: str, world: int) -> Iterator[int]:
-    """For each step which rank overflows, -1 for none: at random, about every fifth, alike on all ranks."""
+    """For each step which rank overflows, -1 for none: at random, about every fifth, alike on all ranks.
+
+    And surely in step ``SURE``.
+    """
     chance = torch.Generator().manual_seed(seed_of(*name.encode()))
-    while True:
-        hit = float(torch.rand((), generator=chance)) < 0.2
+    for step in itertools.count():
+        hit = float(torch.rand((), generator=chance)) < 0.2 or step == SURE
         yield int(torch.randint(world, (), generator=chance)) if hit else -1
 
 
@@ -258,12 +301,14 @@ def every_law(rank: int, world: int, name: str, way: str) -> dict[str, Any]:
     """A whole run, and one that begins anew from what was saved in the middle of it."""
     row = ROWS[name]
     train = by_meetings if row.local else by_steps
-    with Run(row, rank, world, way) as whole:
+    with own_messages() as messages, Run(row, rank, world, way) as whole:
+        whole.laws.messages = messages
         found = train(whole, range(STEPS), overflows(name, world))
         found |= {"law": whole.laws.broken(), "noted": whole.sync.stats.total.skipped_steps}
         found["saved_percent"] = whole.sync.stats.as_dict()["saved_percent"]
         end = whole.remembered(), whole.net.state_dict(), whole.optimizer.state_dict()
-    with Run(row, rank, world, way) as second:
+    with own_messages() as messages, Run(row, rank, world, way) as second:
+        second.laws.messages = messages
         for parameter in second.net.parameters():
             parameter.data.add_(1.0)
         second.load(found.pop("saved"))
@@ -293,10 +338,12 @@ def everything_sent(rank: int, world: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 def by_steps(run: Run, numbers: range, hits: Iterator[int]) -> dict[str, Any]:
     """Gradients are synchronised in every step; an overflow, wherever it is, changes nothing anywhere."""
-    planted, untouched, layouts, scales, saved = 0, True, set(), set(), b""
+    planted, untouched, checked, layouts, scales, saved = 0, True, 0, set(), set(), b""
     for step in numbers:
         hit = next(hits)
+        run.laws.messages.clear()
         gradients, before = run.gradients(step), run.sync.state_dict()
+        before["weights"] = {name: p.detach().clone() for name, p in run.net.named_parameters()}
         remembered, weights = run.remembered(), flat(run.net)
         scales.add(run.scaler.get_scale())
         run.step(step, planted=run.rank == hit)
@@ -305,12 +352,16 @@ def by_steps(run: Run, numbers: range, hits: Iterator[int]) -> dict[str, Any]:
             run.laws.count(gradients, before)
         else:
             planted += 1
-            untouched &= torch.equal(weights, flat(run.net)) and not bool(run.laws.arrival.isfinite().any())
-            untouched &= step == 1 or same(remembered, run.remembered())  # owners hand over at a rebuild
+            untouched &= torch.equal(weights, flat(run.net)) and not run.sync.counted
+            # One entry spoils its own bucket, and none of the others.
+            untouched &= bool(run.laws.arrival.isfinite().any()) == (step == SURE)
+            if step != 1:  # owners hand over at a rebuild
+                untouched &= same(remembered, run.remembered())
+                checked += step > 1
         if step + 1 == SAVED:
             saved = run.save()
     found = {"parameters": flat(run.net), "planted": planted, "untouched": untouched, "saved": saved}
-    return found | {"layouts": len(layouts), "scales": len(scales)}
+    return found | {"checked": checked, "layouts": len(layouts), "scales": len(scales)}
 
 
 def by_meetings(run: Run, numbers: range, hits: Iterator[int]) -> dict[str, Any]:
@@ -318,6 +369,7 @@ def by_meetings(run: Run, numbers: range, hits: Iterator[int]) -> dict[str, Any]
     planted, untouched, scales, saved = 0, True, set(), b""
     for step in numbers:
         before, remembered, hit = run.sync.state_dict(), run.remembered(), next(hits)
+        run.laws.messages.clear()
         scales.add(run.scaler.get_scale())
         run.step(step, planted=False)
         weights = {name: p.detach().clone() for name, p in run.net.named_parameters()}
@@ -328,14 +380,17 @@ def by_meetings(run: Run, numbers: range, hits: Iterator[int]) -> dict[str, Any]
         if lost:
             planted += 1
             untouched &= met and same(remembered, run.remembered())
-            untouched &= same(before["local"]["momentum"], run.sync.state_dict()["local"]["momentum"])
+            after, now = run.sync.state_dict()["local"], dict(run.net.named_parameters())
+            untouched &= all(same(before["local"][part], after[part]) for part in ("momentum", "anchor"))
+            untouched &= all(torch.equal(anchor, now[name]) for name, anchor in after["anchor"].items())
         elif met:
             run.laws.meeting(before, weights)
         if step + 1 == SAVED:
             saved = run.save()
     before, apart = run.sync.state_dict(), flat(run.net)
+    run.laws.messages.clear()
     weights = {name: p.detach().clone() for name, p in run.net.named_parameters()}
     run.sync.synchronize()
     run.laws.meeting(before, weights)
     found = {"parameters": flat(run.net), "planted": planted, "untouched": untouched, "saved": saved}
-    return found | {"apart": apart, "scales": len(scales)}
+    return found | {"checked": planted, "apart": apart, "scales": len(scales)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +42,17 @@ def split_sgd(**options: Any) -> Callable[[Parameters], torch.optim.Optimizer]:
     return lambda parameters: SplitSGD(parameters, lr=0.05, **options)
 
 
-def split_adam(parameters: Parameters) -> SplitAdam:
-    return SplitAdam(parameters, lr=0.003, weight_decay=0.01, max_norm=0.5)
+def split_adam(parameters: Parameters, **options: Any) -> SplitAdam:
+    return SplitAdam(parameters, lr=0.003, weight_decay=0.01, max_norm=0.5, **options)
+
+
+def one_bit_adam(parameters: Parameters) -> SplitAdam:
+    """Its second moment freezes before the run is saved."""
+    return split_adam(parameters, beta1=0.9, freeze=3)
+
+
+def split_l2(parameters: Parameters) -> SplitAdam:
+    return split_adam(parameters, beta1=0.9, decoupled_weight_decay=False)
 
 
 def adamw(parameters: Parameters) -> torch.optim.Optimizer:
@@ -68,6 +78,10 @@ ROWS: dict[str, Row] = {
     "DGC, no clipping": Row(split_sgd(weight_decay=0.01), ratio=WARMUP),
     "DGC, no warm-up": Row(split_sgd(**DGC)),
     "split Adam": Row(split_adam),
+    "split Adam, momentum": Row(partial(split_adam, beta1=0.9)),
+    "split Adam, momentum, frozen": Row(one_bit_adam, ratio=WARMUP),
+    "split Adam, L2": Row(split_l2),
+    "1-bit Adam's compressor": Row(one_bit_adam, {"compressor": "sign"}, ratio=constant(1.0)),
     "EF21": Row(sgd(), EF21),
     "EF21-SGDM": Row(sgd(), SGDM),
     "EF21-SGDM, AdamW behind it": Row(adamw, SGDM),
@@ -84,6 +98,7 @@ ROWS: dict[str, Row] = {
     "fp16": Row(MOMENTUM, precision="fp16", clip=0.1),
     "fp16, DGC": Row(split_sgd(**DGC), ratio=WARMUP, precision="fp16", micro=2),
     "fp16, split Adam": Row(split_adam, precision="fp16"),
+    "fp16, split Adam, momentum, frozen": Row(one_bit_adam, precision="fp16"),
     "fp16, EF21-SGDM": Row(adamw, SGDM, precision="fp16"),
     "local steps": Row(adamw, local={"lr": 0.7, "momentum": 0.9, "nesterov": True}),
     "local steps, ratio by steps": Row(MOMENTUM, ratio=steps(0.3, {6: 0.05}), local={"nesterov": False}),

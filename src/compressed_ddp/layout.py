@@ -197,7 +197,7 @@ def partition(
 def uneven_partition(
     layout: BucketLayout, shards: int, shares: Sequence[float], *, min_numel: int = 0, least: int = 8
 ) -> Partition:
-    """As ``partition``, with a share of its own for each parameter.
+    """As ``partition``, with a share of its own for each parameter, at most all of it.
 
     Neighbours are sought in together until ``least`` entries come to each shard: at less, giving every
     range at least one entry would cost more than the shares save.

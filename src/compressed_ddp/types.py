@@ -31,6 +31,11 @@ Held = Sequence[tuple[int, int]]
 class WireError(ValueError):
     """Bytes that are not a message we could have sent: truncated, damaged, foreign or out of turn."""
 
+    sender: int | None = None
+    """The rank that sent them, where that is known."""
+    which: int | None = None
+    """Of several messages, which one it is (from 0)."""
+
 
 class SyncError(RuntimeError):
     """A peer or a collective failed, or the workers disagree about what they are training."""
@@ -139,7 +144,7 @@ class CompressionConfig:
     """Keep back what is owed for parameters that got no gradient in this step. ``attach`` turns it
     on for ``find_unused_parameters=True``, where DDP throws the results of such parameters away."""
     guard_every: int = 100
-    """Steps after which ranks compare a hash of all parameters, their waiting and what they owe (21 bytes),
+    """Steps after which ranks compare a hash of all parameters, their waiting and what they owe (25 bytes),
     and measure how old that is; 0: never."""
     adapt_every: int = 0
     """Steps after which entries are distributed over parameters anew, by what they are about to send
@@ -215,8 +220,9 @@ class Transport(Protocol):
         """False once the process group behind it is gone."""
         ...
 
-    def close(self, *, failed: bool = False) -> None:
-        """Give it back; ``failed`` tells the peers that this rank is out of step."""
+    def close(self, *, failed: bool = False, blamed: int | None = None) -> None:
+        """Give it back; ``failed`` tells the peers that this rank is out of step, and whom it blames for
+        that: itself, unless ``blamed`` is another rank."""
         ...
 
 
@@ -251,7 +257,8 @@ class Collective(Protocol):
 
         Reads ``memory.old`` and writes ``memory.new``. What is owed in the ranges ``held``, where
         the gradient is zero, is not sent now. To ``sent`` come bucket positions of the entries that
-        this worker chose; none where all of them travel, so that none had to wait.
+        this worker chose and that rounding left something of; none where all of them travel, so that
+        none had to wait.
         """
         ...
 

@@ -7,8 +7,11 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import os
 import pickle
+import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -24,11 +27,14 @@ from torch import Tensor
 
 from compressed_ddp.cli import main
 from compressed_ddp.data.archive import ArchiveError, unpack
+from compressed_ddp.metrics import CsvTracker, JsonLinesTracker
 from compressed_ddp.training import checkpoint
 from compressed_ddp.training.checkpoint import CheckpointError, find, read
 from compressed_ddp.training.config import TrainConfig
+from compressed_ddp.training.folder import choose_folder
 from compressed_ddp.training.place import Place
 from compressed_ddp.training.reading import state_from
+from compressed_ddp.training.records import records_of
 from compressed_ddp.training.run import work
 
 # --- archives --------------------------------------------------------------------------------------
@@ -148,6 +154,45 @@ def huge_claim(data: bytes) -> bytes:
     return data[: at + 20] + b"\xfe\xff\xff\xff" * 2 + data[at + 28 :]
 
 
+def two_directories(packed: bytes) -> bytes:
+    """``packed`` with a second directory, before its end, in which nothing is packed and all have a byte.
+
+    By its own end the first one counts; for who looks right before the end, the second.
+    """
+    _, _, _, _, size, offset, _ = struct.unpack("<4H2LH", packed[-18:])
+    harmless = bytearray(packed[offset : offset + size])
+    at = 0
+    while (at := harmless.find(b"PK\x01\x02", at)) >= 0:
+        harmless[at + 10 : at + 12], harmless[at + 20 : at + 28] = bytes(2), struct.pack("<2L", 1, 1)
+        at += 4
+    return packed[:-22] + harmless + packed[-22:]
+
+
+def with_comment(data: bytes) -> bytes:
+    return data[:-2] + struct.pack("<H", 30) + b"a" * 30
+
+
+def in_64_bits(data: bytes, *sizes: list[int]) -> bytes:
+    """The record of the first tensor has its sizes in fields of 64 bits, as one of 4 GB would have."""
+    *_, size, offset, _ = struct.unpack("<4H2LH", data[-18:])
+    at = data.index(b"archive/data/0", offset)
+    name = len(b"archive/data/0")
+    extra = b"".join(struct.pack("<2H2Q", 1, 16, *pair) for pair in sizes)
+    head = bytearray(data[at - 46 : at])
+    head[20:28], head[30:32] = b"\xff" * 8, struct.pack("<H", len(extra))
+    end = data[-22:-10] + struct.pack("<L", size + len(extra)) + data[-6:]
+    return data[: at - 46] + head + data[at : at + name] + extra + data[at + name : -22] + end
+
+
+A_LONG_AND_A_SHORT = {"x": torch.zeros(100), "y": torch.zeros(2)}
+
+
+def as_folder(data: bytes) -> bytes:
+    """The record of the first tensor has the attribute of a folder, in the archive's directory."""
+    at = data.rindex(b"archive/data/0") - 46 + 38
+    return data[:at] + bytes([data[at] | 0x10]) + data[at + 1 :]
+
+
 def nested(depth: int) -> list[Any]:
     value: list[Any] = []
     for _ in range(depth):
@@ -178,22 +223,52 @@ STATES: dict[str, tuple[Callable[[], bytes], str]] = {
         "not a file that torch.save wrote",
     ),
     "packed": (lambda: changed(saved({"x": torch.zeros(10)}), "", compressed=True), "packed records"),
-    "a claim of 4 GB": (lambda: huge_claim(saved({"x": torch.zeros(10)})), r"claim 4,294,\d+,\d+ bytes"),
+    "packed, behind another directory": (
+        lambda: two_directories(changed(saved({"x": torch.zeros(10**6)}), "", compressed=True)),
+        "its directory is not right before its end",
+    ),
+    "something before it": (lambda: b"PK" + saved({"x": 1}), "not a file that torch.save wrote"),
+    "a record that is a folder": (
+        lambda: as_folder(saved({"x": torch.zeros(10)})),  # torch would hand out memory as it finds it
+        "record b'archive/data/0' is of another kind",
+    ),
+    "a comment": (lambda: with_comment(saved({"x": 1})), "without a comment"),
+    "a size in 64 bits, twice": (
+        lambda: in_64_bits(changed(saved({"x": torch.zeros(10)}), ""), [2**32 - 1] * 2, [40, 40]),
+        "two sizes",
+    ),
+    "a claim of 4 GB": (lambda: huge_claim(saved({"x": torch.zeros(10)})), r"claims 4,294,967,294 bytes"),
+    "a storage that is not all there": (
+        lambda: changed(saved({"x": torch.zeros(10)}), "data/0", bytes(8)),
+        "8 bytes for storage '0', a torch FloatStorage of 10",
+    ),
+    "two storages the other way round": (
+        lambda: changed(changed(saved(A_LONG_AND_A_SHORT), "data/0", bytes(8)), "data/1", bytes(400)),
+        "8 bytes for storage '0', a torch FloatStorage of 100",
+    ),
+    "a bytearray of 8 GB": (lambda: saved({"x": Runs(bytearray, 2**33)}), r"asks for \S+\.bytearray"),
+    "a tensor of 64 GB": (
+        lambda: saved({"x": Runs(Tensor, 2**34)}),
+        r"asks for torch\.Tensor|_tensor\.Tensor",
+    ),
     "a terabyte in 4 bytes": (
         lambda: saved({"x": torch.zeros(1).expand(2**38)}),
         "would take 1,099,511,627,776",
     ),
-    "a sparse tensor": (lambda: saved({"x": torch.eye(3).to_sparse()}), "not a plain one"),
+    "a sparse tensor": (
+        lambda: saved({"x": torch.eye(3).to_sparse()}),
+        "asks for torch._utils._rebuild_sparse",
+    ),
     "a tensor of nothing": (
         lambda: saved({"x": torch.empty(3, device="meta")}),
-        "not a plain one|cannot read it",
+        "asks for torch._utils._rebuild_meta",
     ),
-    "a parameter": (lambda: saved({"x": torch.nn.Parameter(torch.ones(2))}), "not a plain one"),
+    "a parameter": (lambda: saved({"x": torch.nn.Parameter(torch.ones(2))}), "asks for .*_parameter"),
     "too deep": (lambda: saved({"x": nested(100)}), "nested deeper than 32"),
     "in itself": (lambda: saved(in_itself()), "nested deeper than 32"),
     "a key that is none": (lambda: saved({(1, 2): 3}), "a key of type tuple"),
-    "a set": (lambda: saved({"x": {1, 2}}), "it holds a set"),
-    "a counter": (lambda: saved({"x": collections.Counter("ab")}), "it holds a Counter"),
+    "a set": (lambda: saved({"x": {1, 2}}), "asks for .*set"),
+    "a counter": (lambda: saved({"x": collections.Counter("ab")}), "asks for collections.Counter"),
     "a list": (lambda: saved([1]), "holds a list"),
     "a truncated pickle": (
         lambda: changed(saved({"x": 1}), "data.pkl", b"\x80\x02}q"),
@@ -229,17 +304,74 @@ def test_two_records_of_one_name() -> None:
         state_from(out.getvalue())
 
 
+def test_sizes_in_64_bits_are_read() -> None:
+    """A record of 4 GB is too large for a test, its directory is not; torch takes it too."""
+    whole = {"x": torch.arange(10.0)}
+    found = state_from(in_64_bits(changed(saved(whole), ""), [40, 40]))
+    assert torch.equal(found["x"], whole["x"])
+
+
+def test_every_kind_of_tensor_is_read() -> None:
+    """Kinds of numbers, views, and tensors that share their memory."""
+    kinds = [kind for kind in vars(torch).values() if isinstance(kind, torch.dtype) and kind.itemsize <= 8]
+    plain = [kind for kind in kinds if kind in INTEGERS or kind.is_floating_point * kind.itemsize > 1]
+    whole = {str(kind): torch.arange(6).to(kind) for kind in {*plain, torch.bool, torch.float8_e4m3fn}}
+    base = torch.arange(12.0)
+    whole |= {
+        "turned": base.view(3, 4).T,
+        "part": base[2:5],
+        "none": torch.empty(0),
+        "one": torch.tensor(1.0),
+    }
+    found = state_from(saved(whole))
+    for name, tensor in whole.items():
+        assert found[name].dtype == tensor.dtype and found[name].tolist() == tensor.tolist(), name
+    assert found["turned"].data_ptr() == found["part"].data_ptr() - 8
+
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64)
+
+
 def test_any_damage_is_a_named_error() -> None:
-    """Every byte of a small file in turn, and every length: a ValueError, or a dictionary."""
-    whole = saved({"x": torch.arange(3.0), "n": [1, "two"]})
+    """Every byte of a small file in turn, and every length: a ValueError, or what was saved.
+
+    But for what is in a record: torch does not compare its checksums, so another number is another state.
+    The manifest has a hash for that.
+    """
+    state = {"x": torch.arange(3.0), "n": [1, "two"]}
+    whole = saved(state)
+    records = [bytes(record) for record in records_of(whole).values()]
+    inside = {
+        at for record in records for at in range(whole.index(record), whole.index(record) + len(record))
+    }
     taken = 0
     for at in range(len(whole)):
         for data in (whole[:at], whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :]):
             try:
-                taken += isinstance(state_from(data), dict)
+                found = state_from(data)
             except ValueError:
-                pass
-    assert taken < len(whole)  # bytes between records, dates and checksums that torch does not read
+                continue
+            if at not in inside:
+                assert repr(found) == repr(state), f"byte {at}"
+                taken += 1
+            assert len(data) == len(whole), "a part of a file was taken for all of it"
+    assert taken > 0  # padding, dates, versions and checksums
+
+
+def test_any_damage_to_a_checkpoint_is_found(tmp_path: Path) -> None:
+    """Every byte and every length once more, against the manifest."""
+    whole = saved({"x": torch.arange(3.0)})
+    hashed = {"bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
+    files = {SHARED: hashed, checkpoint.rank_file(0): hashed}
+    manifest = {"format": checkpoint.FORMAT, "files": files, "world_size": 1}
+    (tmp_path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    (tmp_path / SHARED).write_bytes(whole)
+    assert read(tmp_path, SHARED)["x"].tolist() == [0, 1, 2]
+    for at in range(len(whole)):
+        for data in (whole[:at], whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :]):
+            (tmp_path / SHARED).write_bytes(data)
+            with pytest.raises(CheckpointError, match="is damaged"):
+                read(tmp_path, SHARED)
 
 
 # --- checkpoints in a run -----------------------------------------------------------------------------
@@ -310,6 +442,11 @@ MISFITS: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
         lambda s: s["random"].update(cpu=torch.zeros(3, dtype=torch.uint8)),
         "another length",
     ),
+    "random state of the right length": (
+        RANK,
+        lambda s: s["random"]["cpu"].fill_(255),
+        "random state 'cpu' is none of torch's",
+    ),
     "the ledger": (RANK, lambda s: s["ledger"].update(steps="many"), "ledger is not"),
     "sums": (RANK, lambda s: s.update(sums=[1.0]), "sums is not a list of 3"),
 }
@@ -348,6 +485,99 @@ def test_and_what_fits_goes_on(pool: Pool, run: dict[str, Any]) -> None:
     assert pool.run(2, resume_job, run | {"resume": "auto", "epochs": 2}) == [8, 8]
 
 
+# --- damage ---------------------------------------------------------------------------------------------
+
+
+class Heard(logging.Handler):
+    """Keeps what was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+def heard_job(
+    rank: int, world: int, settings: dict[str, Any], restarted: int = 0
+) -> tuple[int, list[int], list[str]]:
+    """A run's steps, those of each line of its epochs, and what was logged."""
+    heard, logger = Heard(), logging.getLogger("compressed_ddp")
+    logger.addHandler(heard)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarted)
+    place = Place(rank, world, rank, torch.device("cpu"), "gloo")
+    try:
+        summary = work(TrainConfig.from_flat(settings), place)
+        return summary["steps"], [epoch["step"] for epoch in summary["history"]], heard.told
+    finally:
+        del os.environ["TORCHELASTIC_RESTART_COUNT"]
+        logger.removeHandler(heard)
+
+
+@pytest.fixture
+def three(pool: Pool, tmp_path: Path) -> dict[str, Any]:
+    """The settings of a run with three checkpoints, of steps 4, 8 and 12."""
+    settings: dict[str, Any] = {"limit": 64, "batch_size": 8, "epochs": 3, "compress": True, "keep": 9}
+    settings |= {"tensorboard": False, "run_dir": str(tmp_path / "run")}
+    pool.run(2, resume_job, settings)
+    return settings
+
+
+def damage(run: dict[str, Any], step: int, file: str) -> Path:
+    path = Path(run["run_dir"]) / "checkpoints" / f"step-{step:08d}" / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    return path.parent
+
+
+@pytest.mark.parametrize("restarted", [0, 1], ids=["auto", "a restart"])
+@pytest.mark.parametrize("file", [RANK, SHARED, checkpoint.MANIFEST])
+def test_a_damaged_newest_checkpoint_does_not_end_a_run(
+    pool: Pool, three: dict[str, Any], file: str, restarted: int
+) -> None:
+    """All workers go back to the one before it, and one of them says why."""
+    newest = damage(three, 12, file)
+    if file == checkpoint.MANIFEST:
+        (newest / file).write_text("{")
+    older = damage(three, 8, checkpoint.rank_file(0))
+    settings = three | {"epochs": 4} | ({} if restarted else {"resume": "auto"})
+    found = pool.run(2, heard_job, settings, restarted)
+    assert [steps for steps, _, _ in found] == [16, 16]
+    told = [text for _, _, texts in found for text in texts if "is damaged" in text]
+    assert len(told) == 2, told
+    assert str(newest) in told[0] + told[1] and str(older) in told[0] + told[1]
+    assert any(text.endswith(f"going on from {older.with_name('step-00000004')}") for text in told)
+    for name in (SHARED, RANK):
+        read(newest, name)  # written anew
+
+
+def test_nothing_is_left_to_go_back_to(pool: Pool, three: dict[str, Any]) -> None:
+    for step in (4, 8, 12):
+        damage(three, step, SHARED)
+    with pytest.raises(JobFailed) as caught:
+        pool.run(2, heard_job, three | {"epochs": 4, "resume": "auto"})
+    assert all("step-00000004 is damaged" in error for error in caught.value.errors.values())
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(pool: Pool, three: dict[str, Any]) -> None:
+    newest = damage(three, 12, RANK)
+    for resume in (newest, Path(three["run_dir"])):
+        with pytest.raises(JobFailed, match=f"checkpoint {newest} is damaged"):
+            pool.run(2, heard_job, three | {"epochs": 4, "resume": str(resume)})
+    assert newest.exists()
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "3", '{"job": []}', "[" * 100_000, "\udcff"])
+def test_a_stray_job_file_is_not_ours(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    (tmp_path / "aaa").mkdir()
+    (tmp_path / "aaa" / "job.json").write_bytes(text.encode(errors="surrogateescape"))
+    folder = choose_folder(TrainConfig.from_flat({"runs": str(tmp_path)}))
+    assert folder.is_dir() and folder.name != "aaa"
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -364,6 +594,72 @@ def test_manifests(tmp_path: Path, text: str) -> None:
     (tmp_path / checkpoint.MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
         read(tmp_path, SHARED)
+
+
+# --- links in a run's folder --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(run: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The settings of a run that came from somebody, and that goes on."""
+    shutil.copytree(run["run_dir"], tmp_path / "run", symlinks=True)
+    return run | {"run_dir": str(tmp_path / "run"), "resume": "auto", "epochs": 3}
+
+
+def test_nothing_is_written_through_links(pool: Pool, copied: dict[str, Any], tmp_path: Path) -> None:
+    """To each name under which a run writes something new."""
+    names = [
+        ".config.yaml-new",
+        ".job.json-new",
+        ".summary.json-new",
+        "config.yaml",
+        "job.json",
+        "summary.json",
+    ]
+    names += ["metrics.csv.partial", "metrics.jsonl.partial"]
+    for name in names:
+        (tmp_path / f"precious{name}").write_text("mine")
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+        (tmp_path / "run" / name).symlink_to(tmp_path / f"precious{name}")
+    pool.run(2, resume_job, copied)
+    assert {name: (tmp_path / f"precious{name}").read_text() for name in names} == dict.fromkeys(
+        names, "mine"
+    )
+    assert not [path for path in (tmp_path / "run").iterdir() if path.is_symlink()]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 12
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "metrics.jsonl", "checkpoints", "tensorboard"])
+def test_what_is_gone_on_with_is_no_link(
+    pool: Pool, copied: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    """Nothing is changed on either side of it."""
+    here, there = tmp_path / "run" / name, tmp_path / "elsewhere"
+    if here.exists():
+        here.rename(there)
+    else:
+        there.mkdir()
+    here.symlink_to(there)
+    before = contents(there)
+    with pytest.raises(JobFailed, match=f"{name} is a symbolic link"):
+        pool.run(2, resume_job, copied)
+    assert contents(there) == before and here.is_symlink()
+
+
+def contents(path: Path) -> dict[Path, bytes]:
+    return {each: each.read_bytes() for each in [path, *path.rglob("*")] if each.is_file()}
+
+
+@pytest.mark.parametrize("tracker", [CsvTracker, JsonLinesTracker])
+@pytest.mark.parametrize("resume_at", [None, 1])
+def test_trackers_refuse_links(
+    tmp_path: Path, tracker: type[CsvTracker] | type[JsonLinesTracker], resume_at: int | None
+) -> None:
+    (tmp_path / "precious").write_text(tracker.header)
+    (tmp_path / "metrics").symlink_to(tmp_path / "precious")
+    with pytest.raises(ValueError, match="is a symbolic link"):
+        tracker(tmp_path / "metrics", resume_at=resume_at)
+    assert (tmp_path / "precious").read_text() == tracker.header
 
 
 # --- configurations -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import experiment
 import pytest
 import tiny_data
 
-from compressed_ddp.lab import missing
+from compressed_ddp.lab import Figure, Loopback, missing
 from compressed_ddp.report import SOURCES, read_table
 
 SUMMARY = {
@@ -84,6 +85,51 @@ def test_other_failures_are_not_hidden(script: Any, tmp_path: Path, monkeypatch:
         script.main(["--out", str(tmp_path / "out.csv"), "--datasets", "mnist"])
     with pytest.raises(SystemExit):
         script.main(["--lab", "4 hosts"])
+
+
+class Shaped(Loopback):
+    """A lab without root: nothing holds its rate."""
+
+    def __init__(self, hosts: int, rate: str) -> None:
+        super().__init__(hosts)
+        self.rate = 1e8
+
+
+DIVERGES = """
+import os, sys, time
+if os.environ["RANK"] == "{rank}":
+    print("compressed-ddp: {words}", file=sys.stderr, flush=True)
+    sys.exit(1)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_that_diverges_on_a_lab_gets_a_row(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Whichever rank notices first."""
+    program = DIVERGES.replace("{rank}", str(rank))
+
+    def train(run: Any, task: Any, data_dir: Path, more: Any, start: Any) -> dict[str, Any]:
+        if run.ratio == 1.0:
+            return SUMMARY
+        said = "the loss is nan at step 3: lower --lr" if run.ratio == 0.1 else "no MNIST files"
+        start([sys.executable, "-I", "-S", "-c", program.replace("{words}", said)])
+        raise AssertionError("it ended well")
+
+    monkeypatch.setattr(script, "train", train)
+    monkeypatch.setattr("compressed_ddp.lab.Lab", Shaped)
+    monkeypatch.setattr("compressed_ddp.lab.check", lambda network: [Figure(0, "", 95e6, 94e6)])
+    out = tmp_path / "out.csv"
+    flags = ["--lab", "2,100mbit", "--datasets", "mnist", "--lr", "0.1", "--seeds", "0", "--out", str(out)]
+    script.main([*flags, "--ratios", "1,0.1"])
+    dense, sparse = rows_of(out)
+    assert dense["failed"] == "" and dense["accuracy"] == "97.0"
+    assert sparse["failed"] == "compressed-ddp: the loss is nan at step 3: lower --lr"
+    assert (sparse["hosts"], sparse["rate"], sparse["accuracy"]) == ("2", "100mbit", "")
+    with pytest.raises(SystemExit, match="no MNIST files"):
+        script.main([*flags, "--ratios", "0.01"])
 
 
 def test_a_real_one(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from pool import Pool
 from torch import Tensor
 
 from compressed_ddp import CompressionConfig
-from compressed_ddp.communication import COLLECTIVES, Reducer, run_in_process
-from compressed_ddp.communication.reducer import resolve
-from compressed_ddp.compression.factory import COMPRESSORS, from_config
+from compressed_ddp.communication import Reducer, run_in_process
+from compressed_ddp.communication.choices import resolve
+from compressed_ddp.compression.factory import from_config
 from compressed_ddp.layout import BucketLayout
 from compressed_ddp.training.config import TrainConfig
 from compressed_ddp.types import Transport
@@ -30,14 +29,8 @@ def load() -> Any:
 
 
 @pytest.fixture
-def script() -> Iterator[Any]:
-    """The experiment; what it adds to the registries is taken back, for other tests read them."""
-    before = dict(COMPRESSORS), dict(COLLECTIVES)
-    yield load()
-    del sys.modules["legacy"]  # which registers when it is imported
-    for registry, old in zip((COMPRESSORS, COLLECTIVES), before, strict=True):
-        for name in set(registry) - set(old):
-            del registry[name]
+def script() -> Any:
+    return load()
 
 
 def row(script: Any, run: Any, score: float, failed: str = "") -> dict[str, Any]:
@@ -51,38 +44,102 @@ def row(script: Any, run: Any, score: float, failed: str = "") -> dict[str, Any]
                 "test_loss": 100 - score,
                 "socket_sent": 1e6 * share,
                 "failed": failed,
+                "settings": script.fingerprint(run),
             },
         }
     )
 
 
 def test_every_run_is_one_that_the_application_takes(script: Any, tmp_path: Path) -> None:
-    runs = list(script.planned(list(script.TASKS), tmp_path / "none.csv"))
-    assert len(set(runs)) == len(runs)
+    runs = [
+        run
+        for workers in (2, 4, 8)
+        for run in script.planned(list(script.TASKS), tmp_path / "none.csv", workers)
+    ]
+    assert len(set(runs)) == len(runs) and {run.task for run in runs} == set(script.TASKS)
     for run in runs:
         config = TrainConfig.from_flat(script.settings(run, "data"))
-        assert config.compress == (run.method != "dense")
+        assert config.compress == (not run.method.startswith("dense"))
         assert bool(config.task.validation) == (run.purpose == "tune")
         if config.compress:
             resolve(config.compression, from_config(config.compression))  # raises where workers would
     for task in ("mnist", "fashion", "text"):
         tests = [run for run in runs if (run.task, run.purpose) == (task, "test")]
         methods = script.TASKS[task].methods
-        assert len(tests) == 3 * (1 + 3 * (len(methods) - 1))
+        dense = sum(method.dense for method in methods.values())
+        assert len(tests) == 3 * (dense + 3 * (len(methods) - dense))
         tuned = [run for run in runs if (run.task, run.purpose) == (task, "tune")]
         assert len(tuned) == len(methods) * len(script.TASKS[task].rates), "every method alike"
 
 
+def test_a_run_may_be_scored_on_some_of_the_test_set_from_end_to_end(script: Any) -> None:
+    about = '{"dataset": "digits"}'
+    whole, some = script.loaded(about, None).test, script.loaded(about, 7).test
+    assert len(some) == 7 < len(whole)
+    at = torch.arange(7) * len(whole) // 7
+    assert len(set(at.tolist())) == 7 and at[-1] >= len(whole) * 6 // 7
+    for found, wanted in zip(some.batch(torch.arange(7)), whole.batch(at), strict=True):
+        assert torch.equal(found, wanted)
+    assert len(script.loaded(about, 10**6).test) == len(whole)
+
+
 def test_rates_are_chosen_and_what_is_done_is_not_done_again(script: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.csv"
-    best = {"dense": 0.05, "error feedback": 0.1, "DGC": 0.02, "EF21-SGDM": 1.0}
+    best = {"dense": 0.05, "error feedback": 0.1, "DGC": 0.02, "EF21-SGDM": 1.0, "local steps": 0.004}
     for run in script.planned(["mnist"], out):
         if run.purpose == "test":
             assert run.lr == best.get(run.method, 0.02), run
         score = 99.0 if run.lr == best.get(run.method) else 90.0 + run.seed % 3
         script.append(out, script.COLUMNS, [row(script, run, score)])
     again = list(script.planned(["mnist"], out))
-    assert set(again) == set(map(script.key, script.read(out)))
+    assert set(again) == set(map(script.key, script.valid(script.read(out))))
+    others = list(script.planned(["fashion_8"], out, 8))
+    assert others and list(script.planned(["fashion_8"], out, 4)) == []
+
+
+def test_rows_of_other_settings_do_not_count(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = script.Run("mnist", "error feedback", "test", 0.01, 0, 0.02)
+    old = [{k: str(v) for k, v in row(script, run, 98.0).items()}]
+    assert script.valid(old) == old
+    task = script.TASKS["mnist"]
+    monkeypatch.setitem(script.TASKS, "mnist", task._replace(flags=task.flags | {"epochs": 4}))
+    assert script.valid(old) == []
+    gone = {name: each for name, each in task.methods.items() if name != run.method}
+    monkeypatch.setitem(script.TASKS, "mnist", task._replace(methods=gone))
+    assert script.valid(old) == []
+
+
+def test_other_rates_do_not_join_a_mean(script: Any) -> None:
+    """Rates are tried anew, another does better: what was tested with the old one is of no use."""
+    runs = [script.Run("mnist", "dense", "test", 1.0, 0, lr) for lr in (0.02, 0.05)]
+    runs += [script.Run("mnist", "dense", "tune", 1.0, 100, lr) for lr in (0.02, 0.05)]
+    rows = [{k: str(v) for k, v in row(script, run, 90 + 100 * run.lr).items()} for run in runs]
+    text = script.method_tables.table(rows, "mnist", script.TASKS["mnist"])
+    assert "| dense |  | 0.05 | 95.00 (1 of 3 runs) |" in text
+
+
+def test_who_sends_more_is_not_the_best(script: Any) -> None:
+    rows = []
+    for method, score, share in (("dense", 99.0, 1.0), ("error feedback", 98.0, 0.01), ("DGC", 98.5, 0.03)):
+        run = script.Run("mnist", method, "test", 1.0 if method == "dense" else 0.01, 0, 0.02)
+        rows.append(row(script, run, score) | {"socket_sent": 1e6 * share})
+    line = "| mnist | 1.0% | error feedback | 98.00 (1 of 3 runs) | -1.00 points | 1.00% |"
+    assert line in script.method_tables.best(rows, script.TASKS)
+
+
+def test_tables_by_optimizer_and_by_number_of_workers(script: Any) -> None:
+    rows = []
+    for task, lr in (("fashion", 0.02), ("fashion_8", 0.02), ("rmsprop", 0.0005)):
+        for method, ratio, score in (("dense", 1.0, 90.0), ("error feedback", 0.01, 89.0)):
+            rows.append(row(script, script.Run(task, method, "test", ratio, 0, lr), score))
+    tables, one = script.method_tables, "(1 of 3 runs)"
+    text = tables.by_workers(rows, script.TASKS)
+    assert "| method | ratio | 2 workers | 4 workers | 8 workers |" in text
+    assert f"| error feedback | 1.0% | - | 89.00 {one}, -1.00 points | 89.00 {one}, -1.00 points |" in text
+    text = tables.by_optimizer(rows, script.TASKS)
+    assert f"| sgd, momentum 0.9 | 90.00 {one} | error feedback | 89.00 {one} | -1.00 points |" in text
+    assert f"| rmsprop | 90.00 {one} | error feedback | 89.00 {one} | -1.00 points |" in text
+    assert "nesterov" not in text.lower(), "not measured yet"
 
 
 def test_a_rate_that_diverged_is_not_chosen(script: Any) -> None:
@@ -90,7 +147,15 @@ def test_a_rate_that_diverged_is_not_chosen(script: Any) -> None:
         row(script, script.Run("mnist", "DGC", "tune", 0.01, 100, lr), 50.0 + lr, "nan" if lr == 0.1 else "")
         for lr in (0.02, 0.05, 0.1)
     ]
-    assert script.chosen(rows, "mnist", "DGC") == 0.05
+    assert script.method_tables.chosen(rows, "mnist", "DGC") == 0.05
+
+
+def test_of_two_rates_that_score_alike_the_smaller_loss_decides(script: Any) -> None:
+    rows = [
+        row(script, script.Run("mnist", "DGC", "tune", 0.01, 100, lr), 98.0) | {"test_loss": loss}
+        for lr, loss in ((0.02, 0.3), (0.05, 0.2), (0.1, 0.25))
+    ]
+    assert script.method_tables.chosen(rows, "mnist", "DGC") == 0.05
 
 
 def some_rows(script: Any) -> list[dict[str, str]]:
@@ -98,9 +163,9 @@ def some_rows(script: Any) -> list[dict[str, str]]:
     rows = []
     for seed in range(3):
         for method, ratio, score in (("dense", 1.0, 99.0), ("error feedback", 0.01, 98.5 + 0.1 * seed)):
-            run = script.Run("mnist", method, "test", ratio, seed, 0.05)
+            run = script.Run("mnist", method, "test", ratio, seed, 0.02)
             rows.append({k: str(v) for k, v in row(script, run, score).items()})
-    failed = script.Run("mnist", "DGC", "test", 0.1, 0, 0.05)
+    failed = script.Run("mnist", "DGC", "test", 0.1, 0, 0.02)
     rows.append({k: str(v) for k, v in row(script, failed, 0.0, "the loss is nan").items()})
     return rows
 
@@ -108,9 +173,9 @@ def some_rows(script: Any) -> list[dict[str, str]]:
 def test_tables_and_picture(script: Any, tmp_path: Path) -> None:
     rows, tables = some_rows(script), script.method_tables
     text = tables.table(rows, "mnist", script.TASKS["mnist"])
-    assert "| dense |  | 0.05 | 99.00 ± 0.00 |  | 100.00% |" in text
-    assert "| error feedback | 1.0% | 0.05 | 98.60 ± 0.10 | -0.40 points | 1.30% |" in text
-    assert "| DGC | 10.0% | 0.05 | - (1 diverged, 1 of 3 runs) | - | - |" in text
+    assert "| dense |  | 0.02 | 99.00 ± 0.00 |  | 100.00% |" in text
+    assert "| error feedback | 1.0% | 0.02 | 98.60 ± 0.10 | -0.40 points | 1.30% |" in text
+    assert "| DGC | 10.0% | 0.02 | - (1 diverged, 1 of 3 runs) | - | - |" in text
     assert tables.plot(rows, script.TASKS, tmp_path / "methods.png")
     assert (tmp_path / "methods.png").stat().st_size > 10_000
     assert (
@@ -142,19 +207,19 @@ def test_aims_are_reached_with_all_seeds_only(script: Any) -> None:
     for seed in range(3):
         assert "| yes |" not in script.method_tables.aims(rows, script.TASKS)
         for method, ratio, score in (("dense", 1.0, 90.0), ("Adam in two halves", 0.01, 89.3)):
-            run = script.Run("fashion_adamw", method, "test", ratio, seed, 0.001)
+            run = script.Run("fashion_adamw", method, "test", ratio, seed, 0.0005)
             rows.append({k: str(v) for k, v in row(script, run, score).items()})
     line = "| fashion_adamw | 1.0% | Adam in two halves (best) | -1 points | -0.70 points | yes |"
     assert line in script.method_tables.aims(rows, script.TASKS)
     losses = script.TASKS["text"]
-    rows = [each | {"task": "text"} for each in rows]
+    rows = [each | {"task": "text", "lr": "0.002"} for each in rows]
     assert "-0.7" not in script.method_tables.table(rows, "text", losses), "a loss is compared by its ratio"
     assert "| 10.7000 ± 0.0000 | +7.00% |" in script.method_tables.table(rows, "text", losses)
 
 
 def test_the_page_has_a_place_for_every_table(script: Any) -> None:
     """And what stands there is what the rows in results/ make of it."""
-    rows, page = script.read(script.OUT), (ROOT / script.method_tables.PAGE).read_text()
+    rows, page = script.valid(script.read(script.OUT)), (ROOT / script.method_tables.PAGE).read_text()
     picture = "../results/methods.png" if script.OUT.with_suffix(".png").exists() else ""
     for mark, text in script.method_tables.parts(rows, script.TASKS, picture):
         _, there, after = page.partition(f"<!-- {mark} -->\n\n")
@@ -193,7 +258,7 @@ def test_the_write_ups_residual_breaks_the_law(script: Any) -> None:
         return torch.randn(400, generator=torch.Generator().manual_seed(rank))
 
     def work(net: Transport) -> tuple[Tensor, Tensor]:
-        config = CompressionConfig(compressor=script.legacy.NAME, ratio=0.1, values="fp32")
+        config = CompressionConfig(compressor=sys.modules["legacy"].NAME, ratio=0.1, values="fp32")
         sync, bucket = Reducer(from_config(config), config, net), gradient(net.rank)
         sync.reduce_(layout, bucket, last=True)
         return bucket, sync.state_dict()["residuals"]["w"]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 pytest.importorskip("jsonargparse")
 
+from compressed_ddp import SplitAdam
 from compressed_ddp.training.config import TrainConfig, flat_fields
 from compressed_ddp.training.flags import make_parser, parse
+from compressed_ddp.training.optimise import make_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,6 +90,49 @@ def test_only_a_compressed_adam_can_be_split(settings: dict[str, object]) -> Non
         TrainConfig.from_flat(settings | {"split_optimizer": True})
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--optimizer adamw",
+        "--compress --optimizer sgd --momentum-correction",
+        "--compress --optimizer adamw --split-optimizer false",
+        "--compress --optimizer adamw --ratio 1",
+        "--compress --optimizer adamw --local-steps 10",
+    ],
+)
+def test_only_a_split_adam_freezes(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config_of(*flags.split(), "--freeze-after", "100")
+    assert "freeze_after 100 is for SplitAdam" in capsys.readouterr().err
+
+
+def optimizer_of(flags: str) -> Any:
+    config = config_of(*flags.split())
+    options = {"split": config.split, "freeze": config.switch.freeze_after}
+    return make_optimizer(config.optimisation, nn.Linear(2, 2), **options)
+
+
+def test_first_moments() -> None:
+    """torch's own has one unless told otherwise, SplitAdam none."""
+    for name, kind in (("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)):
+        for flags, beta1 in (("", 0.9), (" --beta1 0", 0.0), (" --beta1 0.5", 0.5)):
+            whole = optimizer_of(f"--optimizer {name}{flags}")
+            assert type(whole) is kind and whole.defaults["betas"] == (beta1, 0.999)
+        for flags, beta1 in (("", 0.0), (" --beta1 0", 0.0), (" --beta1 0.5", 0.5)):
+            half = optimizer_of(f"--optimizer {name} --compress{flags}")
+            assert type(half) is SplitAdam and half.beta1 == beta1 and half.freeze is None
+    half = optimizer_of("--optimizer adamw --compress --beta1 0.9 --freeze-after 100")
+    assert (half.beta1, half.freeze, half.memories) == (0.9, 100, ("square", "momentum"))
+
+
+def test_adams_weight_decay_is_a_penalty_and_adamws_is_not() -> None:
+    """Compressed as well."""
+    for name, decoupled in (("adam", False), ("adamw", True)):
+        half = optimizer_of(f"--optimizer {name} --weight-decay 0.1 --compress")
+        assert half.decoupled_weight_decay is decoupled
+        assert half.param_groups[0]["weight_decay"] == 0.1
+
+
 @pytest.mark.parametrize("settings", [{"optimizer": "adamw"}, {"momentum": 0.0}], ids=str)
 def test_only_momentum_can_be_corrected(settings: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="momentum_correction needs optimizer sgd and a momentum above 0"):
@@ -137,6 +185,9 @@ def test_the_learning_rate_follows_the_optimizer() -> None:
         (["--backend", "mpi"], "unknown backend 'mpi'"),
         (["--target-accuracy", "200"], "at most 100"),
         (["--nesterov", "--momentum", "0"], "nesterov needs"),
+        ("--optimizer sgd --beta1 0.9".split(), "beta1 0.9 is of adam and adamw; sgd has momentum"),
+        ("--optimizer adam --beta1 1".split(), "beta1 must be in [0, 1), got 1"),
+        ("--compress --optimizer adam --freeze-after 0".split(), "freeze_after must be at least 1, got 0"),
         (["--local-steps", "0"], "local_steps must be at least 1, got 0"),
         (["--local-steps", "5", "--outer-lr", "0"], "outer_lr must be a positive number"),
         (["--outer-momentum", "1"], "outer_momentum must be in [0, 1), got 1"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import os
 import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,6 +191,30 @@ def test_text_folder(tmp_path: Path) -> None:
     assert bytes(inputs.flatten().tolist()) == b"a" * 100 + b"z" * 100 + b"c" * 69
 
 
+@pytest.mark.parametrize("name", ["b.txt", "b"], ids=["a file", "a folder"])
+def test_text_that_may_not_be_read_is_an_error(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left out, this host would train on other text than those that can read it."""
+    (tmp_path / "a.txt").write_bytes(b"a" * 100)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b.txt").write_bytes(b"b" * 100)
+    refused = str(tmp_path / name)
+
+    def refuse(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(path) == refused:
+                raise PermissionError(13, "Permission denied", refused)
+            return real(path, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(text_module.os, "scandir", refuse(os.scandir))  # root may read everything
+    monkeypatch.setattr(Path, "open", refuse(Path.open))
+    with pytest.raises(ValueError, match=rf"{refused}: cannot be read \(Permission denied\)"):
+        load("text", text=tmp_path, block=1)
+
+
 def test_the_standard_library_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_module, "LIBRARY_BYTES", 300_000)
     dataset = load("text")
@@ -218,6 +244,29 @@ def test_text_that_is_too_large_or_missing_or_too_small(
 # What is refused
 
 
+@pytest.mark.parametrize("shape", [(1, 2**14, 2**14), (2**18, 28, 28)], ids=["large images", "many images"])
+def test_a_small_file_is_not_unpacked_to_much(
+    tmp_path: Path, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header that none of these datasets has: zeros, packed a thousand times, stay packed."""
+    write_mnist(tmp_path)
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    path.write_bytes(gzip.compress(struct.pack(">4I", 0x803, *shape) + bytes(2**22)))
+    taken = 0
+
+    class Watched(gzip.GzipFile):
+        def read(self, size: int | None = -1) -> bytes:
+            nonlocal taken
+            data = super().read(size)
+            taken += len(data)
+            return data
+
+    monkeypatch.setattr(idx_module.gzip, "GzipFile", Watched)
+    with pytest.raises(ValueError, match=r"claims 262144 x 28 x 28|28 x 28, found"):
+        load("mnist", tmp_path)
+    assert taken < 1000  # headers and the labels
+
+
 def damage(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
@@ -232,6 +281,7 @@ def damage(path: Path, change: Callable[[bytes], bytes]) -> None:
         (lambda old: old + b"\x00", "23520 bytes after the header, found more"),
         (lambda old: old[:4] + struct.pack(">I", 2**31) + old[8:], "claims 2147483648 x 28 x 28"),
         (lambda old: old[:4] + struct.pack(">I", 0) + old[8:], "claims 0 x 28 x 28"),
+        (lambda old: old[:4] + struct.pack(">I", 60_001) + old[8:], "claims 60001 x 28 x 28"),
         (lambda old: old[:4] + struct.pack(">3I", 30, 14, 56) + old[16:], r"28 x 28, found \(14, 56\)"),
         (lambda old: old[:4] + struct.pack(">I", 29) + old[8:-784], "29 images, but .* has 30 labels"),
     ],

@@ -263,3 +263,18 @@ def test_claims_are_computed_from_files(tmp_path: Path) -> None:
         assert without.count("not measured yet") == len(mine)
         assert "not measured yet" not in with_files
         assert without.count("\n") == with_files.count("\n") == len(mine) + 1
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not here")
+@pytest.mark.parametrize("user", [0, 1000])
+def test_the_demo_of_the_lab_asks_for_root_before_anything_else(user: int, tmp_path: Path) -> None:
+    (tmp_path / "id").write_text(f"#!/bin/sh\necho {user}\n")
+    (tmp_path / "id").chmod(0o755)
+    settings = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    command = ["make", "-C", str(ROOT), "needs-root"]
+    done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
+    assert (done.returncode == 0) == (user == 0)
+    assert ('sudo env "PATH=$PATH" make lab-demo' in done.stderr) == (user != 0)
+    dry = subprocess.run([*command[:-1], "-n", "lab-demo"], capture_output=True, text=True, check=True)
+    recipe = [line for line in dry.stdout.splitlines() if not line.startswith("make")]
+    assert recipe[0].startswith('test "$(id -u)" = 0')

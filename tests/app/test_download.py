@@ -212,6 +212,22 @@ def test_an_interrupted_download_goes_on(
     assert [wanted for _, wanted in server.asked] == [None, "bytes=700000-"]
 
 
+@pytest.mark.parametrize("had", [0, 1000], ids=["empty", "a beginning"])
+def test_a_link_where_a_part_shall_be_is_replaced(
+    tmp_path: Path, server: Server, trust: ssl.SSLContext, publish: Publish, had: int
+) -> None:
+    """Neither overwritten nor made longer is what it leads to."""
+    publish(server.url)
+    part = part_of(tmp_path, b"")
+    part.unlink()
+    (tmp_path / "precious").write_bytes(CONTENT[:had])
+    part.symlink_to(tmp_path / "precious")
+    download("mnist", tmp_path, _context=trust)
+    check_kept(tmp_path)
+    assert (tmp_path / "precious").read_bytes() == CONTENT[:had]
+    assert not (tmp_path / "mnist" / NAME).is_symlink()
+
+
 def test_another_mirror_goes_on_where_one_stopped(
     tmp_path: Path, server: Server, serve: Serve, trust: ssl.SSLContext, publish: Publish
 ) -> None:

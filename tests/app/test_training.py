@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from comparing import same
 from pool import JobFailed, Pool
 from torch import Tensor
 
-from compressed_ddp.training import checkpoint
+from compressed_ddp import SyncError
+from compressed_ddp.training import checkpoint, run
 from compressed_ddp.training.checkpoint import Checkpoints, find, read
-from compressed_ddp.training.config import TrainConfig
+from compressed_ddp.training.config import Optimizer, TrainConfig
 from compressed_ddp.training.place import Place
 from compressed_ddp.training.run import work
+from compressed_ddp.types import MEMORIES
 
 QUIET = {"tensorboard": False, "log_every": 1000}
 SMALL = {"limit": 120, "batch_size": 8, "epochs": 2, "keep": 9, **QUIET}
@@ -25,6 +28,16 @@ SMALL = {"limit": 120, "batch_size": 8, "epochs": 2, "keep": 9, **QUIET}
 
 def train_job(rank: int, world: int, settings: dict[str, Any]) -> dict[str, Any]:
     return work(TrainConfig.from_flat(settings), Place(rank, world, rank, torch.device("cpu"), "gloo"))
+
+
+class Alone(Place):
+    """A worker that needs no process group."""
+
+    def gather(self, row: bytes, what: str = "") -> list[bytes]:
+        return [row]
+
+    def say(self, text: str) -> str:
+        return text
 
 
 def states(path: Path) -> list[dict[str, Any]]:
@@ -57,15 +70,33 @@ WAYS: dict[str, dict[str, Any]] = {
     "sharded": {"compress": True, "ratio": 0.05, "collective": "sharded", "accumulate": 2, "clip_norm": 1.0},
     "adamw": {"compress": True, "optimizer": "adamw", "schedule": "cosine", "warmup": 0.5, "values": "int4"},
     "adamw, clipped": {"compress": True, "optimizer": "adamw", "clip_norm": 1.0, "precision": "fp16"},
+    "adam, frozen": {
+        **{"compress": True, "optimizer": "adam", "weight_decay": 0.01, "channels_last": True},
+        **{"beta1": 0.9, "freeze_after": 3},
+    },
     "adamw, behind": {"compress": True, "optimizer": "adamw", "split_optimizer": False},
+    "nesterov": {"compress": True, "ratio": 0.05, "nesterov": True, "weight_decay": 0.01},
+    "nesterov, dgc": {"compress": True, "ratio": 0.05, "nesterov": True, "momentum_correction": True},
+    "rmsprop": {"compress": True, "ratio": 0.05, "optimizer": "rmsprop"},
+    "ef21": {"compress": True, "ratio": 0.05, "memory": "ef21", "collective": "sharded"},
+    "ef21-sgdm": {
+        **{"compress": True, "ratio": 0.05, "memory": "ef21-sgdm", "eta": 0.3, "optimizer": "adamw"},
+        **{"precision": "fp16"},
+    },
     "fp16": {"compress": True, "ratio": 0.1, "precision": "fp16"},
-    "bf16": {"compress": True, "ratio": 0.1, "precision": "bf16"},
+    "bf16": {"compress": True, "ratio": 0.1, "precision": "bf16", "optimizer": "adam"},
     "batch norm": {"compress": True, "model": "resnet18", "limit": 24, "batch_size": 2, "epochs": 1},
     "channels last": {"compress": True, "ratio": 0.05, "channels_last": True, "adapt_every": 2},
     "local": {"compress": True, "ratio": 0.05, "local_steps": 4},
     "local, adamw": {"local_steps": 2, "optimizer": "adamw", "precision": "fp16", "schedule": "cosine"},
     "gpt": {"compress": True, "model": "gpt", "dataset": "text", "block": 16, "limit": 40, "batch_size": 4},
 }
+
+
+def test_the_ways_have_every_optimizer_and_memory() -> None:
+    assert {way.get("optimizer", "sgd") for way in WAYS.values()} == set(get_args(Optimizer))
+    assert {way.get("memory", "ef") for way in WAYS.values()} == set(MEMORIES)
+    assert any(way.get("nesterov") for way in WAYS.values())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -331,3 +362,39 @@ def test_max_steps_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path) -> None
     assert [(epoch["epoch"], epoch["step"]) for epoch in summary["history"]] == [(1, 15), (2, 30)]
     whole = pool.run(1, train_job, SMALL | {"run_dir": str(tmp_path / "b")})[0]
     assert [e["train_loss"] for e in summary["history"]] == [e["train_loss"] for e in whole["history"]]
+
+
+@pytest.mark.parametrize("whose", ["a peer", "its own"])
+def test_the_error_of_a_run_is_the_first_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, whose: str
+) -> None:
+    """With its phase, bucket and ranks; a disk that is full as well is logged, and everything is closed."""
+    cause: Exception = SyncError("all-gather failed", phase="all-gather", bucket=2, ranks=(5,))
+    if whose == "its own":
+        cause = ZeroDivisionError("no")
+    closed = []
+
+    class Failing:
+        def __init__(self, *_: object) -> None:
+            self.sync = SimpleNamespace(error=cause, close=lambda: closed.append("sync"))
+
+        def run(self, *_: object) -> None:
+            raise RuntimeError(f"torch's words: {cause}")
+
+    class Full:
+        def close(self) -> None:
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(run, "Trainer", Failing)
+    monkeypatch.setattr(run, "load_data", lambda _: None)
+    monkeypatch.setattr(run, "headline", lambda *_: "")
+    monkeypatch.setattr(run, "make_tracker", lambda *_: Full())
+    config = TrainConfig.from_flat({"runs": str(tmp_path), **SMALL})
+    with pytest.raises(SyncError, match=str(cause)) as caught:
+        work(config, Alone(0, 1, 0, torch.device("cpu"), "gloo"))
+    assert closed == ["sync"] and "No space left on device" in caplog.text
+    told = caught.value.phase, caught.value.bucket, caught.value.ranks
+    assert told == (("", None, ()) if whose == "its own" else ("all-gather", 2, (5,)))
+    with pytest.raises(OSError, match="No space"):
+        run.close_all(Full().close, lambda: closed.append("last"))
+    assert closed == ["sync", "last"]

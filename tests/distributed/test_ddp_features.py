@@ -220,6 +220,12 @@ def test_channels_last_states_are_in_the_parameters_order(pool: Pool) -> None:
         assert error == 0.0 and round_trip
 
 
+def test_channels_last_weights_meet_their_own_gradients(pool: Pool) -> None:
+    """An L2 penalty before compression, where gradients lie in memory order."""
+    for ours, theirs in pool.run(2, jobs.channels_last_penalty):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_channels_last_owners_owe_in_the_parameters_order(pool: Pool) -> None:
     for law, said in pool.run(2, jobs.channels_last_owners):
         assert law < 1e-5

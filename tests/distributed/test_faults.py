@@ -68,9 +68,9 @@ def test_survivors_say_what_happened(records: Records, phase: str, fault: str) -
             assert record["ranks"] == ([0, 1] if record is victim else [faults.VICTIM])
         if record["ranks"] == [faults.VICTIM]:
             assert f"rank 2 is {'gone' if fault == 'kill' else 'silent'}" in record["text"]
-    if phase != "checkpoint write":
-        left = ranks[0]["left"]
-        assert left["threads"] == left["tasks"] == 0 and left["sockets"] <= 0
+        left, ours = record["left"], record["may_be_left"]
+        assert left["threads"] <= ours and left["tasks"] <= ours and left["sockets"] <= 0, record
+        assert ours == (0 if record["rank"] == 0 or phase == "checkpoint write" else 1)
 
 
 def test_the_page_has_what_its_command_makes() -> None:
@@ -87,6 +87,63 @@ def test_whose_own_fault_it_was(pool: Pool, way: str) -> None:
     assert second == ("ArithmeticError: no", [])
     for text, ranks in (first, third):
         assert "rank 1 is out of step by an error of its own" in text and ranks == [1]
+
+
+def test_what_goes_wrong_after_a_failure_hides_nothing(pool: Pool) -> None:
+    """Nobody can be called and no group destroyed: backward still ends, with the first error."""
+    _, (said, later) = pool.run(2, jobs.clean_up_fails)
+    assert "no" in said.split()  # torch's words around it differ
+    assert "synchronisation failed in an earlier step: no" in later
+
+
+@pytest.mark.parametrize("way", ["allgather", "sharded"])
+def test_a_bad_message_names_its_sender(pool: Pool, way: str) -> None:
+    """Who cannot read it does not seem to be the culprit, neither here nor there."""
+    for rank, (text, ranks) in enumerate(pool.run(3, jobs.bad_message, way)):
+        assert ranks == [2], text
+        if way == "allgather" or rank == 0:
+            assert f"decode failed on rank {rank}: message from rank 2 is damaged" in text
+            assert text.endswith("(rank 2 sent it)")
+        else:
+            assert "rank 2 is the sender of a message that another rank cannot read" in text
+
+
+@pytest.mark.parametrize("what", ["drift", "error", "gradient"])
+def test_what_fails_before_the_first_bucket(pool: Pool, what: str) -> None:
+    """The group is closed there too, and who failed alone says so: nobody waits for a time-out."""
+    first, second, third = pool.run(3, jobs.guard_fails, what)
+    assert first[2] and second[2] and third[2], "a group was left open"
+    if what == "drift":
+        assert all("parameter 'bias' of rank 1 is not that of rank 0" in each[0] for each in (first, second))
+        return
+    found = {"error": "ZeroDivisionError: ", "gradient": "TypeError: parameter 'bias': "}[what]
+    assert second[0].startswith(found)
+    for text, ranks, _ in (first, third):
+        assert "rank 1 is out of step by an error of its own" in text and ranks == [1]
+
+
+def test_a_gradient_that_is_unfit_at_first(pool: Pool) -> None:
+    first, second = pool.run(2, jobs.unfit_at_first)
+    assert second.startswith("TypeError: parameter 'bias': ")
+    assert first.startswith("SyncError: rank 1 cannot take part: parameter 'bias': ")
+
+
+def test_a_bucket_that_is_unfit(pool: Pool) -> None:
+    first, second, third = pool.run(3, jobs.unfit_bucket)
+    assert second == ("TypeError: unfit", [])
+    for text, ranks in (first, third):
+        assert "rank 1 is out of step by an error of its own" in text and ranks == [1]
+
+
+@pytest.mark.parametrize("what", ["differs", "forgotten", "masking"])
+def test_no_socket_is_left(pool: Pool, what: str) -> None:
+    """By a synchroniser that could not start, or that was forgotten without a close."""
+    assert max(pool.run(2, jobs.sockets_left, what)) <= 0
+
+
+def test_frozen_weights_that_drift_apart(pool: Pool) -> None:
+    for said in pool.run(2, jobs.frozen_drift):
+        assert "at step 2 parameter '0.weight' of rank 1 is not that of rank 0" in said
 
 
 def test_a_straggler_is_named_by_rank_0(pool: Pool) -> None:

@@ -43,12 +43,14 @@ def test_a_short_soak(tmp_path: Path) -> None:
     assert said.endswith("PASS\n")
     verdicts = {row["check"]: row for row in read(tmp_path / "soak_summary.csv")}
     assert verdicts.pop("memory")["verdict"] == "not judged"  # seconds say nothing about a slope
-    checks = ["lives", "training", "replicas", "conservation", "survivors", "threads left", "threads", "fds"]
+    checks = ["lives", "training", "replicas", "conservation", "survivors", "errors in a step"]
+    checks += ["threads left", "threads", "fds"]
     assert {name: row["verdict"] for name, row in verdicts.items()} == dict.fromkeys(checks, "PASS")
     assert "3 lives, 2 kills" in verdicts["lives"]["found"]
     assert verdicts["survivors"]["found"].startswith("6 of 6")
     samples = read(tmp_path / "soak.csv")
-    assert set(samples[0]) == {"time", "rank", "life", "step", "rss", "anonymous", "threads", "fds"}
+    held = {"time", "rank", "life", "step", "rss", "anonymous", "threads", "fds"}
+    assert set(samples[0]) == held | {"date", "command", "commit", "machine"}
     assert {(row["life"], row["rank"]) for row in samples} == {(a, b) for a in "012" for b in "0123"}
 
 
@@ -85,6 +87,23 @@ def test_memory_that_grows_is_noticed(growth: float, verdict: str, monkeypatch: 
     changed = [*samples, samples[-1]._replace(threads=9, fds=25)]
     found = {row.check: row.verdict for row in checks.verdicts([life], changed, 360)}
     assert found["threads"] == found["fds"] == "FAIL"
+
+
+@pytest.mark.parametrize(
+    ("doing", "sync", "verdict"),
+    [("a step", True, "PASS"), ("a step", False, "FAIL"), ("DDP's forward", False, "PASS")],
+)
+def test_an_error_in_a_step_must_be_explained(
+    doing: str, sync: bool, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A survivor that only has gloo's words to say, where ours belong, is a fault."""
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    checks: Any = importlib.import_module("soak_checks")
+    told = {"kind": "RuntimeError", "doing": doing, "sync": sync, "threads": []}
+    life = checks.Life(0, 1800, told=[told])
+    samples = [checks.Sample(5.0 * i, 0, 0, i, 1, 1, 8, 24) for i in range(3)]
+    found = {row.check: row.verdict for row in checks.verdicts([life], samples, 360)}
+    assert found["errors in a step"] == verdict
 
 
 def test_two_threads_close_at_once(pool: Pool) -> None:

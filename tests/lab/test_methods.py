@@ -198,9 +198,11 @@ def test_names_and_patterns() -> None:
     [
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
         ({"warm_up": 2}, "warm_up must be at least 3, got 2"),
-        ({"timeout": 0.0}, "timeout must be positive, got 0.0"),
+        ({"timeout": 0.0}, "timeout must be positive and at most 1,000,000, got 0.0"),
         ({"ratio": 0.0}, r"ratio must be in \(0, 1\], got 0.0"),
-        ({"compute": -1.0}, "compute must be 0 or more seconds, got -1.0"),
+        ({"compute": float("inf")}, "got inf"),
+        ({"elements": 0}, "elements must be at least 1, got 0"),
+        ({"compute": -1.0}, "compute must be 0 to 1,000,000 seconds, got -1.0"),
     ],
 )
 def test_plans_that_make_no_sense(setting: dict[str, Any], message: str) -> None:

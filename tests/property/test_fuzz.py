@@ -81,6 +81,15 @@ def test_the_target_reaches_every_decoder() -> None:
     assert set(states.seeds()) == set(decoders())
 
 
+def test_seeds_of_the_guard_are_its_rows() -> None:
+    """A straggler is named from the first; of the second all parameters are alike, so that more is read."""
+    rows, alike = states.seeds()[states.one_guard]
+    for seed in (rows, alike):
+        assert len(seed) % states._ROW.size == 0 and states.one_guard(seed)
+    size = states._ROW.size
+    assert not states._look([rows[:size]]) and states._look([alike[:size]])
+
+
 @pytest.mark.parametrize("lie", ["accepts", "writes", "reads"])
 def test_the_target_notices(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that takes what it should not, writes before it has checked, or reads another value."""

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from comparing import same
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from compressed_ddp import CompressionConfig, SyncError, reshard_states
 from compressed_ddp.communication import Reducer, run_in_process
-from compressed_ddp.communication.adaptive import BINS, propose
+from compressed_ddp.communication.adaptive import BINS, propose, within
+from compressed_ddp.communication.collectives import parted
 from compressed_ddp.compression.factory import from_config
 from compressed_ddp.layout import BucketLayout, partition, uneven_partition
 from compressed_ddp.types import Transport
@@ -96,6 +97,37 @@ def test_uneven_shares_fit(tensors: list[tuple[int, float]], shards: int, smalle
     assert ranges <= shards * max(1, wanted // (8 * shards) + 1)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 900), st.floats(0, 50)), min_size=1, max_size=9),
+    st.floats(0.001, 1.0),
+)
+@example([(1, 2.0), (1, 2.225073858507203e-309)], 0.75)
+@example([(1, 1.0), (1, 2.0), (2, 5e-324)], 0.5)
+def test_what_one_has_no_more_of_goes_to_the_others(tensors: list[tuple[int, float]], ratio: float) -> None:
+    numels = {f"p{at}": n for at, (n, _) in enumerate(tensors)}
+    asked = sum(n * weight for n, weight in tensors) or 1.0
+    mean = sum(numels.values())
+    factors = {f"p{at}": weight * mean / asked for at, (_, weight) in enumerate(tensors)}
+    entries = sum(ratio * factors[name] * numels[name] for name in factors)
+    found = within(factors, numels, ratio)
+    assert set(found) == set(factors)
+    shares = {name: ratio * factor for name, factor in found.items()}
+    assert all(0.0 <= share <= 1.0 + 1e-9 for share in shares.values())
+    assert sum(share * numels[name] for name, share in shares.items()) == pytest.approx(entries)
+    nothing = 1e-300  # what is smaller may vanish
+    for a in factors:  # who was louder stays so, and nobody gets less for it
+        assert found[a] >= min(factors[a], 1 / ratio) * (1 - 1e-9) - nothing
+        assert all(found[a] <= found[b] * (1 + 1e-9) + nothing for b in factors if factors[a] <= factors[b])
+    shuffled = {name: factors[name] for name in reversed(factors)}
+    assert within(shuffled, numels, ratio) == found, "other bits on a rank that knows them in another order"
+
+
+def test_shares_that_fit_are_left_alone() -> None:
+    factors = {"a": 2.0, "b": 0.5}
+    assert within(factors, {"a": 10, "b": 20}, 0.5) is factors
+
+
 def test_even_shares_are_the_ratio() -> None:
     layout = BucketLayout(("a", "b"), (torch.Size([1000]), torch.Size([3000])))
     part = uneven_partition(layout, 2, [0.1, 0.1])
@@ -132,7 +164,8 @@ def test_nothing_is_lost_all_agree_and_bytes_stay(way: str) -> None:
     assert factors["loud"] > 3 and factors["quiet"] < 0.1
     sent = ranks[0][2]
     assert sent[0] == sent[1] and 0.85 * sent[0] < sent[3] < 1.02 * sent[0]  # dense indices are shorter
-    assert sent[2] == sent[0] + 2 * 3 * 8 * (WORLD - 1) // WORLD, "8 bytes a parameter, round a ring"
+    ring, hashes = 2 * 3 * 8 * (WORLD - 1) // WORLD, 8 * (WORLD - 1)
+    assert sent[2] == sent[0] + ring + hashes, "8 bytes a parameter, round a ring, and 8 to each other rank"
 
 
 def test_less_is_left_unsent_than_with_one_ratio() -> None:
@@ -195,6 +228,50 @@ def test_a_ratio_that_changes_keeps_the_distribution() -> None:
     run_in_process(2, work)
 
 
+LOUD = [
+    BucketLayout(("loud",), (torch.Size([1000]),)),  # a bucket that is soon whole
+    BucketLayout(("quiet", "bias"), (torch.Size([60, 100]), torch.Size([16]))),
+    BucketLayout(("other",), (torch.Size([40, 100]),)),
+]
+
+
+@WAYS
+def test_a_raised_ratio_sends_as_much_as_it_says(way: str) -> None:
+    """A layer that is ten times as loud is whole soon: the others send the rest, in other buckets too."""
+
+    def entries(sync: Reducer) -> int:
+        here = torch.device("cpu")
+        return sum(parted(layout, sync.compressor, sync.config, 1, here)[0].total for layout in LOUD)
+
+    def work(net: Transport) -> list[Any]:
+        def advance(sync: Reducer, step: int) -> Tensor:
+            flats = [gradient(layout, net.rank, step) for layout in LOUD]
+            for layout, flat in zip(LOUD, flats, strict=True):
+                sync.reduce_(layout, flat, last=layout is LOUD[-1])
+            return torch.cat(flats)
+
+        sync = reducer(net, collective=way, ratio=0.05, adapt_every=2)
+        found: list[Any] = [advance(sync, step) for step in range(2)]
+        factors = sync.state_dict()["factors"]
+        assert factors["loud"] > 10 and entries(sync) == pytest.approx(0.05 * 11000, abs=3)
+        sync.set_ratio(0.3)
+        assert entries(sync) == pytest.approx(0.3 * 11000, abs=3)
+        again = reducer(net, collective=way, ratio=0.05, adapt_every=9)
+        shapes = {name: shape for b in LOUD for name, shape in zip(b.names, b.shapes, strict=True)}
+        again.load_state_dict(sync.state_dict(), shapes)
+        assert again.state_dict()["factors"] == factors and entries(again) == entries(sync)
+        found.append(advance(sync, 3))
+        assert same(found[-1], advance(again, 3))
+        for ratio in (0.6, 0.02, 1.0):
+            again.set_ratio(ratio)
+            assert entries(again) == pytest.approx(ratio * 11000, abs=3)
+            found += [advance(again, 4), dict(again.compressor.factors)]
+        return found
+
+    ranks = run_in_process(3, work)
+    assert all(same(found, ranks[0]) for found in ranks[1:])
+
+
 def test_states_that_differ_or_are_damaged_are_refused() -> None:
     shapes = {name: shape for b in BUCKETS for name, shape in zip(b.names, b.shapes, strict=True)}
 
@@ -237,3 +314,48 @@ def test_impossible_intervals(every: Any) -> None:
         ValueError, match=f"adapt_every must be a number of steps, or 0 for never, got {every}"
     ):
         CompressionConfig(adapt_every=every)
+
+
+class Damaging:
+    """A network that flips a bit of what an all-reduce brings to ``ranks``."""
+
+    def __init__(self, net: Transport, ranks: tuple[int, ...], byte: int, bit: int) -> None:
+        self._net, self._at, self._bit = net, byte, 1 << bit
+        self._hit = net.rank in ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._net, name)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._net.all_reduce(tensor)
+        if self._hit:
+            tensor.view(-1).view(torch.uint8)[self._at] ^= self._bit
+
+
+@pytest.mark.parametrize(
+    ("ranks", "byte", "bit", "told", "named"),
+    [
+        ((1,), 0, 0, "adaptive ratios: rank 1 received something else", (1,)),
+        ((0, 1, 2), 7, 7, "adaptive ratios: 3 ranks propose -.* entries of 'loud'", ()),
+        ((0, 1, 2), 6, 0, "adaptive ratios: 3 ranks propose .* entries of 'loud', which has", ()),
+        ((0, 1, 2), 1, 4, "adaptive ratios: 3 ranks propose .* entries, .* each", ()),
+    ],
+)
+def test_sums_that_were_damaged(
+    ranks: tuple[int, ...], byte: int, bit: int, told: str, named: tuple[int, ...]
+) -> None:
+    """On the way to one rank, or before they came to all: every rank says so, and nothing has changed."""
+
+    def work(net: Transport) -> None:
+        sync = reducer(Damaging(net, ranks, byte, bit))  # type: ignore[arg-type]
+        before = None
+        with pytest.raises(SyncError, match=told) as caught:
+            for step in range(20):
+                before = sync.state_dict()
+                advance(sync, net.rank, step)
+        assert caught.value.ranks == named and caught.value.phase == "all-reduce"
+        sync.abandon_step()
+        assert before is not None and same(before["residuals"], sync.state_dict()["residuals"])
+        assert sync.compressor.factors == {}
+
+    run_in_process(3, work)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from comparing import same
 from torch import Tensor
 
-from compressed_ddp import CompressionConfig
+from compressed_ddp import CompressionConfig, SyncError
 from compressed_ddp.communication import COLLECTIVES, Reducer, run_in_process
 from compressed_ddp.communication.collectives import MOST_SENT, sent_share
 from compressed_ddp.compression import COMPRESSORS
@@ -158,6 +159,57 @@ def test_one_bad_gradient_changes_no_residual(name: str, way: str, bad: float) -
         for old, new in zip(before["buckets"], after["buckets"], strict=True):
             for key, tensor in old["state"].items():
                 assert torch.equal(tensor, new["state"][key])
+
+
+@pytest.mark.parametrize("memory", ["ef", "ef21"])
+@pytest.mark.parametrize("how", ["not finite", "an error", "an error while handing over"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_step_that_fails_where_buckets_change_changes_nothing(memory: str, how: str, loaded: bool) -> None:
+    """Buckets are cut elsewhere, and that step does not count: to the bit as before it, and as without it."""
+
+    others = [BucketLayout(names, tuple(SHAPES[n] for n in names)) for names in (("conv",), LAYOUT.names[1:])]
+
+    def step_(mine: Reducer, step: int, layouts: Sequence[BucketLayout], bad: bool = False) -> list[Tensor]:
+        found = []
+        for layout in layouts:
+            found.append(gradient(mine.transport.rank, step, layout))
+            if bad and layout is layouts[-1] and mine.transport.rank == 1:
+                found[-1][5] = torch.nan
+            mine.reduce_(layout, found[-1], last=layout is layouts[-1])
+        return found
+
+    def fail(*_: Any) -> Any:
+        raise ArithmeticError("no")
+
+    def work(net: Transport) -> None:
+        mine, other = (reducer(net, collective="sharded", memory=memory) for _ in range(2))
+        for step in range(4):
+            step_(mine, step, HALVES)
+        before = mine.state_dict()
+        if loaded:
+            mine = reducer(net, collective="sharded", memory=memory)
+            mine.load_state_dict(before, SHAPES)
+        if how == "not finite":
+            step_(mine, 4, others, bad=True)
+        else:
+            owner, name = (
+                (mine._lanes, "_take_back_") if how == "an error while handing over" else (mine, "_end_step")
+            )
+            real = getattr(owner, name)
+            setattr(owner, name, fail)
+            with pytest.raises(ArithmeticError):
+                step_(mine, 4, others)
+            setattr(owner, name, real)
+            mine.abandon_step()
+        after = mine.state_dict()
+        assert same(*([state[key] for key in ("residuals", "kept", "buckets")] for state in (before, after)))
+        # What follows is as if that step had not been.
+        other.load_state_dict(before, SHAPES)
+        other.step = mine.step
+        assert same(step_(mine, 5, others), step_(other, 5, others))
+        assert same(mine.state_dict(), other.state_dict())
+
+    run_in_process(3, work)
 
 
 @pytest.mark.parametrize(("name", "way"), WAYS)
@@ -323,6 +375,28 @@ def test_joined_worker_sends_nothing_of_its_own() -> None:
 def test_impossible_combinations(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_in_process(1, lambda net: reducer(net, **options))
+
+
+@pytest.mark.parametrize("hit", [0, 1, 2, 3])
+def test_a_damaged_factor_is_found_one_exchange_later(hit: int) -> None:
+    """PowerSGD's sums have no checksum: a bit that flips on the way to one rank is told by all of them."""
+
+    def work(net: Transport) -> None:
+        mine, calls, real = reducer(net, compressor="powersgd", collective="lowrank"), [0], net.all_reduce
+
+        def damaging(tensor: Tensor) -> None:
+            real(tensor)
+            if calls[0] == hit and net.rank == 1:
+                tensor.view(torch.uint8)[100] ^= 1
+            calls[0] += 1
+
+        net.all_reduce = damaging  # type: ignore[method-assign]
+        with pytest.raises(SyncError, match="the ranks have not received the same"):
+            for step in range(4):
+                mine.reduce_(LAYOUT, gradient(net.rank, step), last=True)
+        assert calls[0] == hit + 2
+
+    run_in_process(3, work)
 
 
 def test_every_collective_is_used() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -292,6 +293,39 @@ def test_ranks_that_agree_on_different_things_are_told() -> None:
         run_in_process(2, load)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_parameter_that_comes_late_begins_with_its_first_gradient(world: int) -> None:
+    """Unfrozen in the middle of a run, or loaded from a state that has nothing of it; a step that does not
+    count is not its first."""
+
+    def part(rank: int, step: int) -> Tensor:
+        return LAYOUT.views(gradient(rank, step))["weight"]
+
+    def work(net: Transport) -> None:
+        sync, loaded = (reducer(net, "ef21-sgdm", eta=0.25, collective="allgather") for _ in "12")
+        for step in range(3):
+            sync.reduce_(HALVES[0], gradient(net.rank, step)[: HALVES[0].numel].contiguous(), last=True)
+        loaded.load_state_dict(sync.state_dict(), SHAPES)
+        bad = gradient(net.rank, 3)
+        bad[0] = torch.nan
+        sync.reduce_(LAYOUT, bad, last=True)
+        saved = reducer(net, "ef21-sgdm", eta=0.25, collective="allgather")
+        saved.load_state_dict(sync.state_dict(), SHAPES)
+        for each in (sync, loaded, saved):
+            before = each.state_dict()["kept"]["average"]["conv"]
+            each.reduce_(LAYOUT, gradient(net.rank, 4), last=True)
+            average = each.state_dict()["kept"]["average"]
+            assert torch.equal(average["weight"], part(net.rank, 4))
+            now = LAYOUT.views(gradient(net.rank, 4))["conv"]
+            assert torch.equal(average["conv"], torch.lerp(before, now, 0.25)), "the others go on"
+            each.reduce_(LAYOUT, gradient(net.rank, 5), last=True)
+            mixed = torch.lerp(part(net.rank, 4), part(net.rank, 5), 0.25)
+            assert torch.equal(each.state_dict()["kept"]["average"]["weight"], mixed)
+            assert each.state_dict()["missed"] == dict.fromkeys(HALVES[1].names, 3)
+
+    run_in_process(world, work)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_gradients_of_other_dtypes(dtype: torch.dtype) -> None:
     """g has 32 bits: a bucket of 16 sees it rounded, and nobody else does."""
@@ -340,10 +374,10 @@ def test_beside_a_split_optimizer() -> None:
 def test_in_a_loop_of_ones_own() -> None:
     """DistributedBackend needs no buffer for it; LocalSync follows movements in the same way."""
     config = CompressionConfig(ratio=0.1, memory="ef21-sgdm")
+    start = nn.Linear(30, 20)  # here: threads have one generator between them
 
     def work(net: Transport) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(0)
-        model = nn.Linear(30, 20)
+        model = copy.deepcopy(start)
         backend = DistributedBackend(config=config, transport=net)
         local = LocalSync(nn.Linear(30, 20), config, steps=2, transport=net)
         for step in range(4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +19,7 @@ from compressed_ddp import (
 )
 from compressed_ddp.communication import run_in_process
 from compressed_ddp.communication.guard import Guard, fingerprint, straggler
+from compressed_ddp.communication.transport import InProcessHub
 from compressed_ddp.kernels import kernels_for, reference
 from compressed_ddp.metrics import Ledger
 from compressed_ddp.types import Transport
@@ -94,7 +96,7 @@ def test_all_ranks_say_the_same(changes: tuple[str, ...], joined: tuple[int, ...
         clock.close_step(finite=True)
         return clock.total.bytes_sent
 
-    assert run_in_process(3, work) == [2 * (21 + (24 if told else 0))] * 3
+    assert run_in_process(3, work) == [2 * (25 + (24 if told else 0))] * 3
 
 
 @pytest.mark.parametrize("every", [0, 1, 3])
@@ -115,6 +117,22 @@ def test_a_loop_of_ones_own_that_began_differently(every: int) -> None:
             backend.allreduce_gradients([("w", weight)])
 
     run_in_process(2, work)
+
+
+def test_who_has_met_goes_on_though_one_has_failed_since() -> None:
+    """What all raise alike comes from one exchange: the first to raise must not take it from the others."""
+    for _ in range(50):
+        hub = InProcessHub(3, timeout=10)
+
+        def meet(rank: int, hub: InProcessHub = hub) -> str:
+            hub.wait("all-gather")
+            hub.abort()
+            return "met"
+
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(meet, range(3))) == ["met"] * 3
+        with pytest.raises(SyncError, match="gone or silent"):
+            hub.wait("all-gather")
 
 
 @pytest.mark.parametrize(

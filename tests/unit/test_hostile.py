@@ -27,7 +27,7 @@ from compressed_ddp.layout import BucketLayout, Partition
 from compressed_ddp.metrics import Ledger
 from compressed_ddp.training import checkpoint
 from compressed_ddp.training.checkpoint import CheckpointError
-from compressed_ddp.types import Payload, Transport
+from compressed_ddp.types import Payload, Stamp, Transport
 from compressed_ddp.wire import MessageCodec, value_format
 from compressed_ddp.wire.values import _FORMATS
 
@@ -108,6 +108,41 @@ def test_messages_about_another_shard(kernel: Any) -> None:
                 1.0,
             )
         assert bool((out == 7).all())
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("size", [8, 7])
+def test_which_of_several_messages_it_is(kernel: Any, size: int) -> None:
+    """One says two entries and holds three, or is too short: the second of three."""
+    coded, values = reference.ef_encode(torch.tensor([3, 30, 63]), 64, 3), torch.zeros(12, dtype=torch.uint8)
+    good = CodedEntries(0, coded, values, 64, 3, 3)
+    bad = CodedEntries(0, coded, values[:size], 64, 3, 2)
+    with pytest.raises(WireError) as caught:
+        kernel.sum_coded_(torch.zeros(64), Partition.whole(64, 3), [good, bad, good], 0, 1.0)
+    assert caught.value.which == 1
+
+
+@pytest.mark.parametrize("indices", ["elias_fano", "all"])
+def test_who_sent_it(indices: str) -> None:
+    """An error of the message's own names its sender, wherever it is found: opened, read or added up."""
+    codec = MessageCodec.named(indices, "fp32")
+    payload = Payload(torch.ones(40), torch.arange(40), torch.Size([40]))
+    opened = []
+    for sender in (0, 3, 5):
+        stamp = Stamp(sender=sender)
+        message = codec.encode(payload, stamp=stamp).message
+        opened.append(codec.open(message, numel=40, k=40, stamp=stamp))
+        message[50] ^= 1
+        with pytest.raises(WireError, match="damaged") as caught:
+            codec.open(message, numel=40, k=40, stamp=stamp)
+        assert caught.value.sender == sender
+    opened[1] = opened[1]._replace(entries=39, values=opened[1].values[: 39 * 4])  # its checksum would fit
+    with pytest.raises(WireError) as caught:
+        codec.sum_(torch.zeros(40), Partition.whole(40, 40), [(0, each) for each in opened], 1.0)
+    assert caught.value.sender == 3
+    with pytest.raises(WireError) as caught:
+        codec.read(opened[1])
+    assert caught.value.sender == 3
 
 
 # --- what ranks tell each other ------------------------------------------------------------

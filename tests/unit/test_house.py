@@ -24,11 +24,12 @@ ARROWS: dict[str, set[str]] = {
     "version": set(),
     "types": {"layout"},  # for annotations only
     "layout": set(),
+    "files": set(),
     "kernels": {"types", "layout"},
     "wire": {"types", "version", "layout", "kernels"},
     "compression": {"types", "layout", "kernels", "wire"},
     "error_feedback": {"types", "layout"},
-    "metrics": {"types"},
+    "metrics": {"types", "files"},
     "communication": {
         "types",
         "version",
@@ -43,9 +44,10 @@ ARROWS: dict[str, set[str]] = {
     "optim": {"types", "layout", "kernels"},
     "schedules": {"types"},
     "models": {"types"},
-    "data": {"types"},
+    "data": {"types", "files"},
     "training": {
         "types",
+        "files",
         "communication",
         "compression",
         "error_feedback",
@@ -224,6 +226,19 @@ def test_readme_figures_come_from_results() -> None:
     for name, cell in table:
         figures = re.findall(r"\b\d+\.\d\d\b(?!\d)", re.sub(r"`[^`]*`| at [\d.]+", "", cell))
         assert figures and set(figures) <= best[name], f"{name}: {figures} not in {best[name]}"
+    measure = experiment.load("message_sizes")
+    side = int(float(rows[0]["elements"]) ** 0.5)
+    layout = measure.BucketLayout(("weight",), (measure.torch.Size([side, side]),))
+    for options in ({"ratio": 0.01, "values": "int8"}, {"ratio": 0.001, "values": "fp16"}):
+        named = " ".join(f"{key}={value}" for key, value in options.items())
+        for way in ("allgather", "sharded"):
+            (row,) = [
+                r for r in rows if (r["compressor"], r["options"], r["collective"]) == ("topk", named, way)
+            ]
+            sent = measure.sent({"compressor": "topk", **options}, way, int(row["workers"]), layout)
+            assert sent == int(row["bytes_sent"]), (
+                "what is sent has changed: python experiments/message_sizes.py"
+            )
 
 
 def test_kernel_figures_come_from_results() -> None:

@@ -440,3 +440,23 @@ def test_a_peer_that_is_gone_is_an_error_that_stays() -> None:
         return str(first.value), str(second.value)
 
     assert "gone" in run_in_process(2, work)[0][0]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_weights_that_were_damaged_on_their_way(world: int) -> None:
+    """Rank 0's weights come to everyone without a checksum: so they are compared."""
+
+    def work(net: Transport) -> None:
+        real = net.all_reduce
+
+        def damaging(tensor: Tensor) -> None:
+            real(tensor)
+            if net.rank == 1:
+                tensor.view(-1).view(torch.uint8)[7] ^= 1
+
+        net.all_reduce = damaging  # type: ignore[method-assign]
+        told = "rank 1 received something else" if world == 3 else "the ranks differ"
+        with pytest.raises(SyncError, match=f"rank 0's weights and buffers: {told}"):
+            make_local(net, make_model())
+
+    run_in_process(world, work)

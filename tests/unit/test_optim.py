@@ -108,6 +108,19 @@ def test_each_bucket_is_held_to_its_share_of_the_norm() -> None:
     assert second.new.sum().item() == pytest.approx(0.001 * 300 * 1e-6, rel=1e-4)
 
 
+@pytest.mark.parametrize("size", [1e19, 1e30, 3e38], ids=str)
+def test_a_norm_beyond_float32_is_clipped_as_any_other(size: float) -> None:
+    """The squares are infinite, the gradient is not: it is scaled down, not away."""
+    held = joined(parameters(), max_norm=2.0)
+    signs = gradient(0).sign()
+    slot = Slot(torch.zeros(LAYOUT.numel))
+    held.before_(LAYOUT, bucket := size * signs, {"square": slot}, [0] * 3)
+    assert slot.new.sum().item() == pytest.approx(0.001 * 2.0**2, rel=1e-4)
+    torch.testing.assert_close(bucket, 0.001 * signs, rtol=1e-4, atol=0)
+    held.before_(LAYOUT, bucket := torch.full((LAYOUT.numel,), torch.inf), {"square": slot}, [0] * 3)
+    assert not torch.isfinite(bucket).any()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30], ids=str)
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_bad_gradient_on_one_worker_changes_no_ones_memory(world: int, bad: float) -> None:
@@ -200,9 +213,13 @@ def test_a_parameter_that_was_frozen_begins_at_its_first_step() -> None:
             frozen.reduce_(head, gradient(step)[: head.numel].contiguous(), last=True)
         sync = reducer(net, joined(named, lr=0.01), **EXACT)
         sync.load_state_dict(frozen.state_dict(), SHAPES)
-        torch.testing.assert_close(
-            wanted(sync, gradient(5), "late"), 0.01 * LAYOUT.views(gradient(5))["late"].sign()
-        )
+        first = 0.01 * LAYOUT.views(gradient(5))["late"].sign()
+        torch.testing.assert_close(wanted(sync, gradient(5), "late"), first)
+        # Nor does it need a state in between.
+        thawed = reducer(net, joined(named, lr=0.01), **EXACT)
+        for step in range(5):
+            thawed.reduce_(head, gradient(step)[: head.numel].contiguous(), last=True)
+        torch.testing.assert_close(wanted(thawed, gradient(5), "late"), first)
 
     run_in_process(2, work)
 

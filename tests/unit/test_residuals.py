@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from compressed_ddp import CompressionConfig, DistributedBackend, ErrorFeedbackBuffer
 from compressed_ddp.communication import run_in_process
-from compressed_ddp.communication.residuals import Growth
+from compressed_ddp.communication.residuals import Growth, Waiting
 from compressed_ddp.metrics import Ledger
 from compressed_ddp.types import Transport
 
@@ -48,7 +49,10 @@ def loop(
             else:
                 sent = (before.double() + mine - after).abs().sum()
                 assert stats.residual_norm == pytest.approx(buffer.norm(), rel=1e-6)
-                assert stats.residual_age == pytest.approx(float(after.abs().sum() / sent), rel=1e-4)
+                if stats.residual_age == math.inf:  # in float32, in which nothing is left to send
+                    assert torch.equal(after, before + mine) and bool(after.any())
+                else:
+                    assert stats.residual_age == pytest.approx(float(after.abs().sum() / sent), rel=1e-4)
         with torch.no_grad():
             weight -= velocity.mul_(momentum).add_(weight.grad)
         known = stats.residual_norm, stats.residual_age
@@ -197,6 +201,53 @@ def test_an_earlier_state_begins_anew() -> None:
     growth = Growth()
     for step in (500, 600, 499, 0, 100, 200):
         assert growth.look(step, 1.0 + step, 0.01) is None
+
+
+# --- what stays ------------------------------------------------------------------------------------
+
+
+def found_stale(ages: list[float], ratio: float, every: int) -> list[int]:
+    waiting = Waiting()
+    return [at * every for at, age in enumerate(ages) if waiting.look(at * every, age, ratio)]
+
+
+def test_an_age_is_judged_by_the_ratio() -> None:
+    """At three looks in a row, 1 / ratio steps apart; then at six, twelve and so on; not in healthy runs."""
+    never = [math.inf] * 14
+    assert found_stale(never, 0.01, 100) == [200, 500, 1100]
+    assert found_stale(never, 0.01, 10) == [100, 130], "a hundred steps are waited for"
+    assert found_stale([1e5] * 4, 0.01, 100) == [200]
+    assert found_stale([99.0, 9999.0] * 9, 0.01, 100) == []
+    assert found_stale([math.inf, math.inf, 50.0] * 9, 0.01, 100) == []
+    assert found_stale([900.0] * 9, 1.0, 100) == [], "a rank-1 factor says little about a large matrix"
+    assert found_stale(never, 1.0, 100) == [200, 500, 1100]
+    waiting = Waiting()
+    assert not any(waiting.look(step, math.inf, 0.01) for step in (500, 600, 0, 100, 50))
+
+
+@pytest.mark.parametrize(
+    ("settings", "stays"),
+    [
+        ({"compressor": "threshold", "threshold": 1e6}, True),
+        ({"compressor": "threshold", "threshold": 2.0}, False),
+        ({"compressor": "topk"}, False),
+        ({"compressor": "randomk", "error_feedback": True, "unbiased": False}, False),
+        ({"compressor": "sign"}, False),
+        ({"compressor": "powersgd", "rank": 1}, False),
+    ],
+    ids=str,
+)
+def test_what_is_never_sent_is_told(
+    settings: dict[str, Any], stays: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A threshold above all gradients: the norm grows with the steps, which alone looks healthy."""
+    config = CompressionConfig(ratio=0.05, guard_every=10, min_compress_numel=0, **settings)
+    with caplog.at_level("WARNING", logger="compressed_ddp"):
+        run_in_process(2, lambda net: loop(net, config, 80, noise(net.rank)) and None)
+    words = [record.message for record in caplog.records if "nothing of it was sent" in record.message]
+    assert bool(words) == stays
+    if stays:
+        assert words[0].startswith("what rank") and "Is a threshold above all gradients?" in words[0]
 
 
 # --- training ---------------------------------------------------------------------------------------

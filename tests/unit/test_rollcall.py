@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
 from compressed_ddp import SyncError, WireError
+from compressed_ddp.communication import rollcall as module
 from compressed_ddp.communication.rollcall import (
     _NOTE,
     Roll,
     RollCall,
+    _Calls,
     exchange_failed,
     in_bucket,
     new_address,
@@ -21,6 +25,12 @@ from compressed_ddp.communication.rollcall import (
 )
 from compressed_ddp.layout import BucketLayout
 from compressed_ddp.types import Stamp
+
+
+def sent_by(sender: int, text: str) -> WireError:
+    error = WireError(text)
+    error.sender = sender
+    return error
 
 
 def together(works: list[Any]) -> list[Any]:
@@ -82,10 +92,86 @@ def test_silent_ones() -> None:
 def test_whose_fault_it_was() -> None:
     rolls = make(3)
     first, second, _ = together(
-        [lambda: rolls[0].call(30), lambda: rolls[1].call(30), lambda: rolls[2].call(30, own=True)]
+        [lambda: rolls[0].call(30), lambda: rolls[1].call(30), lambda: rolls[2].call(30, blames=2)]
     )
     assert first == second == Roll(failed=(2,))
     assert first.verdict() == ("rank 2 is out of step by an error of its own, which its log has", (2,))
+
+
+def test_who_sent_what_cannot_be_read() -> None:
+    """Who cannot read a message is not at fault, and says who is; the sender hears of it too."""
+    rolls = make(3)
+    _, second, third = together(
+        [lambda: rolls[0].call(30, blames=2), lambda: rolls[1].call(30), lambda: rolls[2].call(30)]
+    )
+    assert second == third == Roll(accused=(2,))
+    said = "rank 2 is the sender of a message that another rank cannot read"
+    assert second.verdict() == (said, (2,))
+
+
+@pytest.mark.parametrize("told", [7, -5])
+def test_a_rank_that_is_none_is_not_accused(told: int) -> None:
+    rolls = make(2)
+    rolls[0].call(30, blames=told)
+    assert rolls[1].call(30) == Roll()
+
+
+# --- strangers -------------------------------------------------------------------------------------
+
+
+def strangers(roll: RollCall, number: int) -> ExitStack:
+    """So many connections that say nothing."""
+    assert roll._listener is not None
+    opened, where = ExitStack(), roll._listener.getsockname()
+    for _ in range(number):
+        opened.enter_context(socket.create_connection(where))
+    return opened
+
+
+def test_a_port_scan_keeps_nobody_out() -> None:
+    """More connections than there used to be room for; nobody listens until something has failed."""
+    rolls = make(3)
+    with strangers(rolls[0], 40):
+        assert together([lambda roll=roll: roll.call(2) for roll in rolls]) == [Roll()] * 3
+
+
+def test_a_look_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the queue: who has called is answered now and then, and strangers are let go of."""
+    monkeypatch.setattr(module, "_BACKLOG", 1)
+    monkeypatch.setattr(module, "_STRANGERS", 4)
+    rolls = make(2)
+    with ExitStack() as opened:
+        for _ in range(10):
+            opened.enter_context(strangers(rolls[0], 2))
+            rolls[0].look()
+            assert len(rolls[0]._lines) <= 4
+        assert together([lambda roll=roll: roll.call(2) for roll in rolls]) == [Roll()] * 2
+    assert not rolls[0]._lines
+
+
+def test_what_was_said_before_a_look_is_not_lost() -> None:
+    """A rank fails, says so and is gone; this one looks before its next exchange, and notices then."""
+    rolls = make(2)
+    rolls[1].call(30, blames=1)
+    rolls[0].look()
+    rolls[0].look()
+    assert rolls[0].call(30) == Roll(failed=(1,))
+
+
+def test_a_process_out_of_files_still_has_its_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What failed matters, and not that nobody could be asked about it."""
+
+    def full(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    rolls = make(2)
+    monkeypatch.setattr(_Calls, "call", full)
+    error = exchange_failed("all-gather", 0, 2, rolls[0], 5.0, RuntimeError("closed"))
+    assert str(error) == "all-gather failed on rank 0 of 2: a peer is gone or silent for 5 s (closed)"
+    assert "cannot call the others: [Errno 24] Too many open files" in caplog.text
+    assert rolls[1].call(30, blames=1) is None and rolls[0]._listener is None
 
 
 @pytest.mark.parametrize("note", [_NOTE.pack(b"?" * 16, 1, False), b"hello", b""])
@@ -135,6 +221,12 @@ def test_the_address_of_new_connections() -> None:
             (4,),
         ),
         (WireError("its checksum"), "decode failed on rank 1: its checksum", "decode", ()),
+        (
+            sent_by(2, "its checksum"),
+            "decode failed on rank 1: its checksum (rank 2 sent it)",
+            "decode",
+            (2,),
+        ),
     ],
 )
 def test_errors_name_the_bucket(error: Exception, told: str, phase: str, ranks: tuple[int, ...]) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from compressed_ddp import SyncError
+from compressed_ddp import CompressionConfig, SyncError
 from compressed_ddp.communication import run_in_process
-from compressed_ddp.communication.handshake import handshake
+from compressed_ddp.communication.handshake import _LIMIT, fingerprint, handshake
 from compressed_ddp.error_feedback.state import check_tensor
 from compressed_ddp.types import Transport
 
@@ -101,6 +103,45 @@ def test_a_tensor_that_is_larger_than_its_memory_is_not_looked_at() -> None:
     with pytest.raises(ValueError, match="has shape"):
         check_tensor("it", huge, torch.Size([3]))
     check_tensor("it", torch.zeros(3), torch.Size([3]))
+
+
+def test_a_peer_cannot_ask_for_much_memory() -> None:
+    """Rank 1 says that its description has 32 MB: rank 0 makes no room for it."""
+
+    def work(net: Transport) -> str:
+        with pytest.raises(SyncError) as caught:
+            if net.rank == 0:
+                handshake(net, {"model": {}}, torch.device("cpu"))
+            else:
+                sizes, length = torch.empty((2, 8), dtype=torch.uint8), (2**25).to_bytes(8, "little")
+                net.all_gather(sizes, torch.tensor(list(length), dtype=torch.uint8))
+                raise SyncError("the one that spoke")
+        return str(caught.value)
+
+    assert "description of its model has 33,554,432 bytes" in run_in_process(2, work)[0]
+
+
+def test_a_very_large_model_can_be_described() -> None:
+    """As many tensors as a mixture of 256 experts in 60 layers has, with names of 100 letters."""
+    names = [f"model.layers.{n:05d}.".ljust(93, "x") + ".weight" for n in range(50_000)]
+    one = torch.empty(4096, 14336, device="meta")
+    text = json.dumps(fingerprint(CompressionConfig(), dict.fromkeys(names, one)))
+    assert 10**7 < len(text) < _LIMIT
+
+
+def test_a_description_is_read_without_a_list_of_its_bytes() -> None:
+    """Which would take eight bytes for each."""
+    size = 2**22
+
+    def work(net: Transport) -> int:
+        tracemalloc.start()
+        try:
+            handshake(net, {"model": "x" * size}, torch.device("cpu"))
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert run_in_process(1, work)[0] < 8 * size
 
 
 @pytest.mark.parametrize(

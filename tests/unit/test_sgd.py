@@ -118,6 +118,13 @@ def test_a_worker_may_have_sqrt_p_times_the_norm() -> None:
     assert float(bucket.norm()) == pytest.approx(2.0 * 2.0 * math.sqrt(30 / LAYOUT.numel))
 
 
+def test_a_norm_beyond_float32_is_clipped_as_any_other() -> None:
+    """The squares are infinite, the gradient is not: it is scaled down, not away."""
+    optimizer, bucket = joined(4, max_norm=2.0, momentum=0.0), 1e19 * gradient(0)
+    optimizer.before_(LAYOUT, bucket, {"momentum": Slot(torch.zeros(LAYOUT.numel))}, [0] * 3)
+    torch.testing.assert_close(bucket, gradient(0) * (2.0 * math.sqrt(4) / gradient(0).norm()))
+
+
 # --- masking -------------------------------------------------------------------------------
 
 
@@ -143,6 +150,26 @@ def test_masked_is_exactly_what_was_sent(values: str, scope: str, way: str) -> N
             assert not momentum(sync)[sent].any() and momentum(sync)[~sent].all()
 
     run_in_process(3, work)
+
+
+@WAYS
+def test_what_is_rounded_to_nothing_is_not_masked(way: str) -> None:
+    """Four bits a value: chosen, and too small beside the others to be sent. It waits on."""
+
+    def work(net: Transport) -> int:
+        sync, rounded = reducer(net, joined(3), collective=way, values="int4", ratio=0.5), 0
+        for step in range(6):
+            before, debt = momentum(sync), flat(sync.state_dict()["residuals"])
+            grad = gradient(step, net.rank) ** 5  # a wide range of magnitudes
+            velocity = torch.add(grad, before, alpha=0.9)
+            sync.reduce_(LAYOUT, grad, last=True)
+            still = debt + velocity == flat(sync.state_dict()["residuals"])
+            still[SMALL] = True  # these travel whole
+            assert torch.equal(momentum(sync), velocity.masked_fill(~still, 0.0))
+            rounded += int(still.sum()) - (LAYOUT.numel + 30) // 2
+        return rounded
+
+    assert all(rounded > 50 for rounded in run_in_process(3, work)), "nothing was rounded away"
 
 
 @pytest.mark.parametrize("name", ["sign", "fp16", "powersgd"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from compressed_ddp.communication import Reducer, run_in_process
 from compressed_ddp.communication.lanes import split_by_size
 from compressed_ddp.compression.factory import from_config
 from compressed_ddp.layout import BucketLayout
-from compressed_ddp.types import MAX_NUMEL, Transport
+from compressed_ddp.types import MAX_NUMEL, SyncError, Transport
 
 LAYOUT = BucketLayout(("a", "b"), (torch.Size([40, 30]), torch.Size([700])))
 SHAPES = dict(zip(LAYOUT.names, LAYOUT.shapes, strict=True))
@@ -132,6 +134,83 @@ def test_residuals_without_error_feedback_are_refused() -> None:
 
     with pytest.raises(ValueError, match="error_feedback is off"):
         run_in_process(2, work)
+
+
+def rename_way(state: dict[str, object]) -> None:
+    state["buckets"][0]["way"] = "pigeon"
+
+
+def rename_factor(state: dict[str, object]) -> None:
+    factors = state["buckets"][0]["state"]
+    factors["z"] = factors.pop("a")
+
+
+def cut_factor(state: dict[str, object]) -> None:
+    state["buckets"][0]["state"]["a"] = state["buckets"][0]["state"]["a"][1:].clone()
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "told"),
+    [
+        (3, None, "saved with another rank"),
+        (2, rename_way, "unknown collective in a saved state 'pigeon'"),
+        (2, rename_factor, "no right factor of shape"),
+        (2, cut_factor, "no right factor of shape"),
+    ],
+    ids=["another rank", "another way", "a factor of another", "a factor that is too small"],
+)
+def test_what_a_collective_cannot_take_back_changes_nothing(
+    rank: int, change: Callable[[dict[str, object]], None] | None, told: str
+) -> None:
+    """PowerSGD's factors: wrong on one worker alone, all of them say so before the first step, and go on."""
+
+    def reducer_of(net: Transport, approximation: int) -> Reducer:
+        config = CompressionConfig("powersgd", rank=approximation)
+        reducer = Reducer(from_config(config), config, net)
+        reducer.reduce_(LAYOUT, torch.ones(LAYOUT.numel), last=True)
+        return reducer
+
+    states = run_in_process(2, lambda net: reducer_of(net, 2).state_dict())
+    assert states[1]["buckets"][0]["way"] == "lowrank"
+    if change is not None:
+        change(states[1])
+
+    def work(net: Transport) -> str:
+        reducer = reducer_of(net, rank)
+        before = reducer.state_dict()
+        with pytest.raises((ValueError, SyncError)) as caught:
+            reducer.load_state_dict(states[net.rank], SHAPES)
+        after = reducer.state_dict()
+        assert torch.equal(flat(before), flat(after)) and after["step"] == 1
+        reducer.reduce_(LAYOUT, torch.ones(LAYOUT.numel), last=True)
+        return str(caught.value)
+
+    assert all(told in text for text in run_in_process(2, work))
+
+
+def test_powersgd_goes_on_where_it_was() -> None:
+    """To the bit, so that the check above does not refuse what fits; and Top-K may go on from its state."""
+    config = CompressionConfig("powersgd")
+
+    def steps(reducer: Reducer, numbers: range) -> Tensor:
+        for step in numbers:
+            generator = torch.Generator().manual_seed(10 * step + reducer.transport.rank)
+            bucket = torch.randn(LAYOUT.numel, generator=generator)
+            reducer.reduce_(LAYOUT, bucket, last=True)
+        return bucket
+
+    def work(net: Transport) -> None:
+        whole, second = (Reducer(from_config(config), config, net) for _ in range(2))
+        steps(whole, range(3))
+        state = whole.state_dict()
+        second.load_state_dict(state, SHAPES)
+        assert torch.equal(steps(whole, range(3, 5)), steps(second, range(3, 5)))
+        other = CompressionConfig("topk", ratio=0.1)
+        third = Reducer(from_config(other), other, net)
+        third.load_state_dict(state, SHAPES)
+        steps(third, range(3, 4))
+
+    run_in_process(2, work)
 
 
 def test_the_same_world_size_is_left_alone() -> None:

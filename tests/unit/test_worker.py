@@ -88,6 +88,38 @@ def test_an_error_keeps_nothing_but_its_text() -> None:
     assert gone() is None
 
 
+def test_what_fails_after_an_error_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Backward waits for the future: it must complete, and with the first error; the thread goes on."""
+
+    def fail() -> None:
+        raise SyncError("the first")
+
+    def full(_: Exception) -> None:
+        raise OSError("Too many open files")
+
+    worker, done = Worker(lambda: True, "full"), threading.Event()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    worker.promise(future, torch.zeros(1), fail, full)
+    worker.submit(done.set)
+    assert done.wait(10)
+    assert future.done()
+    with pytest.raises(SyncError, match="the first"):
+        future.wait()
+    assert "Too many open files" in caplog.text
+    worker.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_died_is_replaced() -> None:
+    """Work that does not deal with its error ends the thread, and not what is queued later."""
+    worker, done = Worker(lambda: True, "dying"), threading.Event()
+    worker.submit(lambda: 1 / 0)
+    assert ends("dying")
+    worker.submit(done.set)
+    assert done.wait(10)
+    worker.close()
+
+
 def test_ends_when_the_process_group_is_gone_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_IDLE_SECONDS", 0.01)
     alive, done = [True], threading.Event()

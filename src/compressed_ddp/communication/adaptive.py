@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..layout import BucketLayout
-from ..types import Clock, Transport
+from ..types import Clock, SyncError, Transport
+from .guard import fingerprint
+from .sameness import check_same
 
 BINS = 2048
 """Magnitudes are counted by sign-less exponent and the first three bits of the mantissa."""
@@ -25,8 +28,8 @@ class Allotment:
     the whole model, the K largest leave the least unsent (L-GreCo's problem, which for Top-K has this
     solution). So each worker counts the magnitudes of every parameter in one pass, finds the one threshold
     above which K entries lie, and proposes for each parameter as many as it has above it. The sum of all
-    workers' proposals, 8 bytes a parameter, is what all of them use until the next time. Only the
-    distribution changes, not the number of entries.
+    workers' proposals, 8 bytes a tensor, is what all of them use until the next time. Only the
+    distribution changes, not the number of entries; nor does it when the ratio is raised (``within``).
 
     Markov et al., "L-GreCo: Layerwise-Adaptive Gradient Compression", 2024.
     """
@@ -35,6 +38,9 @@ class Allotment:
         """Tensors below ``min_numel`` elements travel whole and have no part in it."""
         self._every, self._min = every, min_numel
         self._seen: dict[str, Tensor] = {}
+        self.factors: dict[str, float] = {}
+        """By how much the share of each parameter that was looked at differs from the ratio."""
+        self._numels: dict[str, int] = {}
 
     def due(self, taken: int) -> bool:
         """Whether the step after ``taken`` steps is looked at."""
@@ -52,29 +58,83 @@ class Allotment:
         """The step does not count."""
         self._seen = {}
 
-    def settle(self, ratio: float, net: Transport, device: torch.device, clock: Clock) -> dict[str, float]:
-        """For each parameter that was looked at, by how much its share differs from ``ratio``.
+    def at(self, ratio: float) -> Mapping[str, float]:
+        """The factors in force at ``ratio``."""
+        return within(self.factors, self._numels, ratio)
 
-        All ranks call it together and get the same.
+    def load(self, factors: dict[str, float], shapes: Mapping[str, torch.Size]) -> None:
+        """Go on with the ``factors`` of a saved state."""
+        self.factors, self._numels = factors, {name: shapes[name].numel() for name in factors}
+
+    def settle(self, ratio: float, net: Transport, device: torch.device, clock: Clock) -> None:
+        """Find the factors of all parameters that were looked at.
+
+        All ranks call it together and get the same, or a SyncError: message sizes follow from it.
         """
         names, counts = sorted(self._seen), self._seen
         self._seen = {}
         if not names:
-            return {}
+            self.factors, self._numels = {}, {}
+            return
         table = torch.stack([counts[name] for name in names]).flip(1)  # largest first
         numels = [int(count) for count in table.sum(1)]
-        wanted = propose(table, max(1, round(ratio * sum(numels))))
+        k = max(1, round(ratio * sum(numels)))
+        wanted = propose(table, k)
         total = (wanted * _PARTS).round().to(torch.int64).to(device)
         with clock.phase("wait"):
             net.all_reduce(total)
-        moved = 2 * (net.world_size - 1) * total.nbytes // net.world_size  # as a ring has it
+            moved = 2 * (net.world_size - 1) * total.nbytes // net.world_size  # as a ring has it
+            moved += check_same(net, fingerprint(total), "adaptive ratios", "all-reduce", device)
         clock.traffic(moved, moved)
         parts = [int(part) for part in total.cpu()]
+        _check_total(dict(zip(names, parts, strict=True)), numels, k, net.world_size)
         # Whole numbers and the same divisions on all ranks: the same factors to the bit.
-        return {
+        self._numels = dict(zip(names, numels, strict=True))
+        self.factors = {
             name: (part * sum(numels)) / (max(sum(parts), 1) * numel)
             for name, part, numel in zip(names, parts, numels, strict=True)
         }
+
+
+def within(factors: Mapping[str, float], numels: Mapping[str, int], ratio: float) -> Mapping[str, float]:
+    """``factors`` with which no parameter sends more entries than it has, and all together as many as before.
+
+    What one has no more of goes to those that are not whole yet, in proportion to what they send; evenly,
+    if that is nothing. The same arithmetic in the same order on all ranks.
+    """
+    if all(ratio * factor <= 1.0 for factor in factors.values()):
+        return factors
+    shares: dict[str, float] = {}
+    rest = sorted(factors)
+    room = math.fsum(ratio * factors[name] * numels[name] for name in rest)
+    while rest:
+        asked = math.fsum(factors[name] * numels[name] for name in rest)
+        weights = {name: factors[name] if asked else 1.0 for name in rest}
+        everything = asked or sum(numels[name] for name in rest) or 1.0
+        here = {name: weight / everything * room for name, weight in weights.items()}
+        whole = [name for name, share in here.items() if share >= 1.0]
+        shares |= dict.fromkeys(whole, 1.0) if whole else here
+        room = max(0.0, room - sum(numels[name] for name in whole))
+        rest = [name for name in rest if name not in shares]
+    return {name: share / ratio for name, share in shares.items()}
+
+
+def _check_total(parts: Mapping[str, int], numels: Sequence[int], k: int, world: int) -> None:
+    """Raises SyncError unless the sum of all proposals can be one: each has ``k`` entries, up to rounding."""
+    for (name, part), numel in zip(parts.items(), numels, strict=True):
+        if not 0 <= part <= world * numel * _PARTS:
+            raise SyncError(
+                f"adaptive ratios: {world} ranks propose {part / _PARTS:g} entries of {name!r}, which has "
+                f"{numel}. The sum was damaged on its way: go back to a checkpoint",
+                phase="all-reduce",
+            )
+    found, whole = sum(parts.values()), world * k * _PARTS
+    if abs(found - whole) > world * (len(parts) + 1):
+        raise SyncError(
+            f"adaptive ratios: {world} ranks propose {found / _PARTS:g} entries, {k} each. The sum was "
+            "damaged on its way: go back to a checkpoint",
+            phase="all-reduce",
+        )
 
 
 def propose(table: Tensor, k: int) -> Tensor:

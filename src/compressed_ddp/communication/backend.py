@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +20,11 @@ from ..layout import BucketLayout
 from ..metrics import Ledger
 from ..optim import checked_split
 from ..types import CompressionConfig, Transport
+from .choices import check_new_ratio, resolve
 from .handshake import agree, fingerprint
 from .lanes import split_by_size
-from .reducer import Reducer, check_new_ratio, resolve
+from .reducer import Reducer
+from .rollcall import blamed
 from .transport import TorchTransport, alone
 
 
@@ -67,6 +70,8 @@ class DistributedBackend:
         ``GradScaler.unscale_``, or one rank's overflow would be skipped by that rank alone."""
         self._ratio: float | None = None
         self._reducer: Reducer | None = None
+        self._forgotten: weakref.finalize[..., DistributedBackend] | None = None
+        """Gives the group back when this object is forgotten, and at interpreter exit."""
         self._buckets: dict[tuple[tuple[str, torch.Size], ...], list[BucketLayout]] = {}
 
     @property
@@ -84,6 +89,11 @@ class DistributedBackend:
     def stats(self) -> Ledger | None:
         """The ledger; None before the first synchronised step."""
         return self._reducer.stats if self._reducer else None
+
+    @property
+    def counted(self) -> bool:
+        """As ``GradientSync.counted``, after ``allreduce_gradients``; True if that leaves gradients alone."""
+        return self._reducer.counted if self._reducer else True
 
     @property
     def ratio(self) -> float:
@@ -111,21 +121,17 @@ class DistributedBackend:
             return
         start = time.perf_counter()
         parameters = _trained(named_parameters)
-        for name, parameter in parameters.items():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            try:
-                check_gradient(parameter.grad)
-            except TypeError as error:
-                raise TypeError(f"parameter {name!r}: {error}") from None
         if self._reducer is None:
-            self._reducer = self._start(parameters)
-        buckets = self._layouts(parameters)
-        self._reducer.begin_step(parameters)
+            self._reducer = self._start(parameters, _check_gradients_)
         try:
+            _check_gradients_(parameters)
+            buckets = self._layouts(parameters)
+            self._reducer.begin_step(parameters)
             self._reduce_(self._reducer, parameters, buckets)
-        except Exception:
-            self._reducer.transport.close(failed=True)
+        except Exception as error:
+            net = self._reducer.transport
+            if net.world_size > 1:  # alone nobody waits, and what was wrong may be put right
+                net.close(failed=True, blamed=blamed(error))
             raise
         self._reducer.stats.exposed(time.perf_counter() - start)
 
@@ -135,11 +141,7 @@ class DistributedBackend:
         for layout in buckets:
             grads = {name: parameters[name].grad for name in layout.names}
             flat = torch.cat([grad.reshape(-1) for grad in grads.values() if grad is not None])
-            if self.loss_scale != 1.0:
-                flat.mul_(1.0 / self.loss_scale)
-            reducer.reduce_(layout, flat, last=layout is buckets[-1])
-            if self.loss_scale != 1.0:
-                flat.mul_(self.loss_scale)
+            reducer.reduce_(layout, flat, last=layout is buckets[-1], scale=self.loss_scale)
             for name, view in layout.views(flat).items():
                 grad = grads[name]
                 assert grad is not None
@@ -163,8 +165,13 @@ class DistributedBackend:
         if self._reducer is not None:
             self._reducer.transport.close()
             self._reducer = None
+            if self._forgotten is not None:
+                self._forgotten.detach()
 
-    def _start(self, parameters: Mapping[str, Tensor]) -> Reducer:
+    def _start(
+        self, parameters: Mapping[str, Tensor], check: Callable[[Mapping[str, Tensor]], None] | None = None
+    ) -> Reducer:
+        """All ranks together; if ``check`` raises on one of them, the others are told."""
         compressor = self.compressor or DenseCompressor()
         transport = self._transport
         if transport is None:
@@ -173,6 +180,8 @@ class DistributedBackend:
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
 
         def prepare() -> tuple[CompressionConfig, dict[str, Any]]:
+            if check is not None:
+                check(parameters)
             feedback = self._config.error_feedback if self._remembers else False
             config = resolve(replace(self._config, error_feedback=feedback), compressor)
             told = fingerprint(config, parameters) | {"ratio": self.ratio}
@@ -181,10 +190,16 @@ class DistributedBackend:
                 told["optimizer"] = self._halves.describe()
             return config, told
 
-        config = agree(transport, device, prepare)
-        reducer = Reducer(compressor, config, transport, self.error_buffer, device, self._halves)
+        try:
+            config = agree(transport, device, prepare)
+            reducer = Reducer(compressor, config, transport, self.error_buffer, device, self._halves)
+        except BaseException:
+            transport.close()
+            raise
         reducer.take_ratio(self.ratio)
         self._ratio = None
+        if isinstance(transport, TorchTransport) and transport.backend == "gloo":
+            self._forgotten = weakref.finalize(self, transport.close)
         return reducer
 
     def _layouts(self, parameters: Mapping[str, Tensor]) -> list[BucketLayout]:
@@ -207,6 +222,17 @@ def in_buckets(parameters: Mapping[str, Tensor], cap: int) -> list[BucketLayout]
         room -= nbytes
     layouts = [BucketLayout(tuple(r), tuple(parameters[n].shape for n in r)) for r in runs]
     return [part for layout in layouts for part in split_by_size(layout)]
+
+
+def _check_gradients_(parameters: Mapping[str, Tensor]) -> None:
+    """Zeros for parameters without a gradient; raises TypeError for one that cannot be compressed."""
+    for name, parameter in parameters.items():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        try:
+            check_gradient(parameter.grad)
+        except TypeError as error:
+            raise TypeError(f"parameter {name!r}: {error}") from None
 
 
 def _trained(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

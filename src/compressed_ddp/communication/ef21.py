@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..error_feedback.state import AGREED, ESTIMATE
-from ..types import Clock, Collective, CompressionConfig, Slot, Stamp
+from ..types import Clock, Collective, CompressionConfig, Held, Slot, Stamp
 from .packer import deliver_, room_for_sum
 
 AVERAGE = "average"
@@ -22,8 +22,9 @@ class Ef21:
         g   = g + mean of all c_i             what the optimizer gets
 
     With ``eta`` (EF21-SGDM) v_i = (1 - eta) v_i + eta gradient_i takes the gradient's place; v_i begins with
-    the first gradient. By all-gather, g is the mean of all g_i. By the sharded collective it is that less
-    what the owners of shards owe, and this is EF21-BC: an owner passes on C(mean of g_i - g).
+    the first gradient, parameter by parameter. By all-gather, g is the mean of all g_i. By the sharded
+    collective it is that less what the owners of shards owe, and this is EF21-BC: an owner passes on C(mean
+    of g_i - g).
 
     A worker's own c_i comes out of the law: with x = gradient_i - g_i as all that is owed and no gradient,
     what is left is x - c_i. So it holds for every collective. Where nothing was sent g_i keeps its bits.
@@ -43,16 +44,17 @@ class Ef21:
         slots: Mapping[str, Slot],
         stamp: Stamp,
         clock: Clock,
-        taken: int,
+        first: Held,
     ) -> bool:
         """Overwrite ``bucket`` (the local gradient) with g; False: someone's gradient was not finite.
 
-        Reads the slots' ``old`` and writes their ``new``. No gradient is a gradient of zero here: nothing is
+        Reads the slots' ``old`` and writes their ``new``. In the ranges ``first`` lie parameters whose first
+        step this is. No gradient is a gradient of zero here: nothing is
         held back for parameters that were not used, and for workers that have run out of data.
         """
         estimate, agreed = slots[ESTIMATE], slots[AGREED]
         with clock.phase("select"):
-            difference = self._target(bucket, slots, taken) - estimate.old
+            difference = self._target(bucket, slots, first) - estimate.old
             change = room_for_sum(bucket).zero_()
         finite = collective.mean_(change, Slot(difference, estimate.new), stamp, clock)
         with clock.phase("decode"):
@@ -63,23 +65,22 @@ class Ef21:
                 return False
             return deliver_(bucket, agreed.new)
 
-    def alone_(self, bucket: Tensor, slots: Mapping[str, Slot], taken: int) -> None:
+    def alone_(self, bucket: Tensor, slots: Mapping[str, Slot], first: Held) -> None:
         """Nothing is sent, and so nothing compressed: everyone believes what is."""
-        target = self._target(bucket, slots, taken)
+        target = self._target(bucket, slots, first)
         slots[ESTIMATE].new.copy_(target)
         slots[AGREED].new.copy_(target)
         bucket.copy_(target)
 
-    def _target(self, bucket: Tensor, slots: Mapping[str, Slot], taken: int) -> Tensor:
+    def _target(self, bucket: Tensor, slots: Mapping[str, Slot], first: Held) -> Tensor:
         """What is to be estimated: the gradient, or this worker's average of gradients."""
         gradient = bucket.to(torch.float32)
         if self._eta is None:
             return gradient
         average = slots[AVERAGE]
-        if taken:
-            torch.lerp(average.old, gradient, self._eta, out=average.new)
-        else:
-            average.new.copy_(gradient)
+        torch.lerp(average.old, gradient, self._eta, out=average.new)
+        for a, b in first:
+            average.new[a:b] = gradient[a:b]
         return average.new
 
 

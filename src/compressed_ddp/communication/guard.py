@@ -15,14 +15,14 @@ from torch import Tensor
 from ..kernels import kernels_for
 from ..metrics import Ledger
 from ..types import Collective, Held, Slot, Stamp, SyncError, Transport
-from .residuals import Growth, Owed, advice
+from .residuals import Growth, Owed, Waiting, advice, stale
+from .sameness import combined
 
 logger = logging.getLogger("compressed_ddp")
 
-_ROW = struct.Struct("<?Qfff")
+_ROW = struct.Struct("<?Qffff")
 """Whether this rank is compared, the hash of its parameters, its seconds of waiting and of a step, and the
-norm of what it owed after the step of the last look."""
-_MASK = 0xFFFFFFFFFFFFFFFF
+norm and the age of what it owed after the step of the last look."""
 _WAITING = 0.3
 """Share of a step that others wait before a straggler is named."""
 _LARGEST = torch.finfo(torch.float32).max
@@ -31,7 +31,7 @@ _NOT_FINITE = 10
 
 
 class Guard:
-    """Looks every ``every`` steps, beginning before the first; 0 never looks. 21 bytes to each other rank."""
+    """Looks every ``every`` steps, beginning before the first; 0 never looks. 25 bytes to each other rank."""
 
     def __init__(self, every: int, net: Transport, device: torch.device, stats: Ledger) -> None:
         self._every, self._net, self._device, self._stats = every, net, device, stats
@@ -39,9 +39,9 @@ class Guard:
         """When the last look was, at which step, and how long was waited until then."""
         self._owed: Owed | None = None
         """In a step that is looked at: what is left owed after it."""
-        self._norm, self._at = math.nan, 0
-        """The norm of what was owed after step ``_at``, as all ranks are told at the next look."""
-        self._growth = Growth()
+        self._norm, self._age, self._at = math.nan, math.nan, 0
+        """The norm and age of what was owed after step ``_at``, as all ranks are told at the next look."""
+        self._growth, self._waiting = Growth(), Waiting()
         self._lost = 0
         """Steps in a row that did not count."""
 
@@ -56,10 +56,9 @@ class Guard:
             return
         self._owed = None if joined else Owed()
         hashes = {name: fingerprint(parameter) for name, parameter in parameters.items()}
-        whole = 0
-        for found in hashes.values():
-            whole = (whole * 0x9E3779B97F4A7C15 + found + 1) & _MASK
-        mine = _ROW.pack(not joined, whole, *self._pace(step), min(self._norm, _LARGEST))
+        whole = combined(hashes.values())
+        owed = min(self._norm, _LARGEST), self._age if self._age < _LARGEST else self._age * math.inf
+        mine = _ROW.pack(not joined, whole, *self._pace(step), *owed)
         rows = [_ROW.unpack(row) for row in self._everyones(mine)]
         counting = [rank for rank, row in enumerate(rows) if row[0]]
         if len({rows[rank][1] for rank in counting}) > 1:
@@ -68,7 +67,7 @@ class Guard:
         told = straggler(self._stats.waits, statistics.median(row[3] for row in rows))
         if told and self._net.rank == 0 and len(counting) == len(rows):  # who has no data left only waits
             logger.warning("%s (steps up to %d)", told, step)
-        self._judge([row[4] for row in rows])
+        self._judge([row[4] for row in rows], [row[5] for row in rows])
 
     def mean_(
         self,
@@ -106,19 +105,23 @@ class Guard:
         found = self._owed.figures() if self._owed is not None and finite else None
         self._owed = None
         if found is not None:
-            self._norm, self._at = found[0], step
+            (self._norm, self._age), self._at = found, step
             self._stats.residual_norm, self._stats.residual_age = found
         self._stats.close_step(finite=finite)
 
-    def _judge(self, norms: Sequence[float]) -> None:
-        """Rank 0 says so if the largest of what all ranks owe grows without bound."""
+    def _judge(self, norms: Sequence[float], ages: Sequence[float]) -> None:
+        """Rank 0 says so if the largest of what all ranks owe grows without bound, or the oldest stays."""
         known = [(norm, rank) for rank, norm in enumerate(norms) if not math.isnan(norm)]
         if self._net.rank or not known:
             return
         norm, rank = max(known)
-        times = self._growth.look(self._at, norm, self._stats.ratio)
+        ratio = self._stats.ratio
+        age, oldest = max((ages[rank], rank) for _, rank in known)
+        if self._waiting.look(self._at, age, ratio):
+            logger.warning("%s (steps up to %d)", stale(norms[oldest], oldest, age, ratio), self._at)
+        times = self._growth.look(self._at, norm, ratio)
         if times is not None:
-            logger.warning("%s (steps up to %d)", advice(norm, rank, times, self._stats.ratio), self._at)
+            logger.warning("%s (steps up to %d)", advice(norm, rank, times, ratio), self._at)
 
     def _pace(self, step: int) -> tuple[float, float]:
         """Seconds of waiting and of a whole step, means since the last look."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ class FirstHalf:
     """Calls a ``SenderHalf``, if there is one, and counts the steps that each parameter was there for.
 
     A parameter without a gradient wants nothing and forgets nothing, and the step is none of its own: what
-    Adam makes of a first gradient must not depend on how many steps others took before.
+    Adam makes of a first gradient must not depend on how many steps others took before. Nor are those of its
+    own that were before it came.
     """
 
     def __init__(self, sender: SenderHalf | None) -> None:
@@ -28,14 +29,22 @@ class FirstHalf:
         self._absent: list[str] = []
         """Parameters that miss the step under way."""
 
+    def enrol(self, names: Iterable[str], taken: int) -> None:
+        """These are here for the first time, after ``taken`` steps of others."""
+        if taken:
+            self._missed |= dict.fromkeys(names, taken)
+
+    def steps(self, layout: BucketLayout, taken: int) -> list[int]:
+        """How many steps each parameter was there for, of ``taken``."""
+        return [taken - self._missed.get(name, 0) for name in layout.names]
+
     def before_(
         self, layout: BucketLayout, bucket: Tensor, slots: Mapping[str, Slot], held: Held, taken: int
     ) -> None:
         """Replace ``bucket`` by what this worker wants, after ``taken`` steps; nothing in ranges ``held``."""
         if self._sender is None:
             return
-        mine = [taken - self._missed.get(name, 0) for name in layout.names]
-        self._sender.before_(layout, bucket, slots, mine)
+        self._sender.before_(layout, bucket, slots, self.steps(layout, taken))
         begins = list(zip(layout.names, layout.offsets, strict=False))
         for a, b in held:
             bucket[a:b] = 0

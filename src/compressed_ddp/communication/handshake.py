@@ -14,7 +14,8 @@ from ..types import CompressionConfig, SyncError, Transport
 from ..version import WIRE_VERSION, __version__
 
 T = TypeVar("T")
-_LIMIT = 64 * 2**20
+_LIMIT = 16 * 2**20
+"""Bytes of a description: 50,000 parameters with names of 100 letters fit. A peer may claim as much."""
 _DEPTH = 16
 """Dictionaries and lists inside of each other; a description of ours has four."""
 
@@ -72,7 +73,8 @@ def handshake(transport: Transport, mine: Mapping[str, Any], device: torch.devic
     width = -(-max(lengths) // 8) * 8
     texts = torch.empty((transport.world_size, width), dtype=torch.uint8, device=device)
     transport.all_gather(texts, _row(text.ljust(width, b" "), device))
-    compare([bytes(row[:n].tolist()) for row, n in zip(texts.cpu(), lengths, strict=True)])
+    here = texts.cpu()  # a list of numbers would take eight times the bytes; numpy need not be there
+    compare([ctypes.string_at(row.data_ptr(), n) for row, n in zip(here, lengths, strict=True)])
 
 
 def compare(texts: Sequence[bytes]) -> None:

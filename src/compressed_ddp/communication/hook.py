@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from ..layout import BucketLayout
 from ..metrics import Ledger
 from ..optim import SplitOptimizer, checked_split
 from ..types import CompressionConfig, SyncError
+from .choices import resolve
 from .handshake import agree, fingerprint
 from .lanes import split_by_size
-from .reducer import Reducer, resolve
+from .reducer import Reducer
+from .rollcall import blamed
 from .transport import TorchTransport
 from .worker import Worker
 
@@ -47,9 +50,9 @@ class GradientSync:
         self._device = device
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._parameters = parameters
-        # What DDP was told to leave alone may differ from rank to rank.
+        # What DDP was told to leave alone may differ from rank to rank. What is frozen may not.
         left = set(model.parameters_to_ignore)
-        self._trained = {name: p for name, p in parameters.items() if p.requires_grad and name not in left}
+        self._shared = {name: p for name, p in parameters.items() if name not in left and _has_bits(p)}
 
         def prepare() -> tuple[tuple[BaseCompressor, CompressionConfig], dict[str, Any]]:
             _check_model(model, parameters)
@@ -58,17 +61,17 @@ class GradientSync:
             resolved = resolve(replace(config, hold_unused=hold), compressor)
             told = fingerprint(resolved, parameters)
             if optimizer is not None:
-                optimizer.join(parameters, self._transport.world_size)
+                optimizer.join(parameters, self._transport.world_size, memory_order=True)
                 told["optimizer"] = optimizer.describe()
             return (compressor, resolved), told
 
         self._transport = TorchTransport(model.process_group, config.sync_timeout)
         try:
             compressor, resolved = agree(self._transport, device, prepare)
+            self._reducer = Reducer(compressor, resolved, self._transport, device=device, sender=optimizer)
         except BaseException:
             self._transport.close()
             raise
-        self._reducer = Reducer(compressor, resolved, self._transport, device=device, sender=optimizer)
         self._worker = Worker(self._transport.alive)
         # When this object is forgotten, and at interpreter exit.
         weakref.finalize(self, _end, self._worker, self._transport)
@@ -107,6 +110,15 @@ class GradientSync:
     def step(self) -> int:
         """Steps synchronised so far."""
         return self._reducer.step
+
+    @property
+    def counted(self) -> bool:
+        """Whether the last step counted, alike on all ranks once backward is over; True before the first.
+
+        False: somebody's gradient was NaN or infinite in some bucket, and no residual changed. Means in other
+        buckets may be finite all the same: whoever has several optimizers must then step none of them.
+        """
+        return self._reducer.counted
 
     def residual_norm(self) -> float:
         """The Euclidean norm of what this rank has not sent yet."""
@@ -162,8 +174,13 @@ class GradientSync:
                 "this model's GradientSync was closed; build a new DistributedDataParallel to go on"
             )
         buffer = bucket.buffer()
-        check_gradient(buffer)
-        layout = self._layout(bucket)
+        try:
+            check_gradient(buffer)
+            layout = self._layout(bucket)
+        except Exception as error:
+            # After the buckets before it, so that the others lose nothing that this rank still can do.
+            self._worker.submit(partial(self._failed, error))
+            raise
         first, last = bucket.index() == 0, bucket.is_last()
         # Outside of backward DDP calls hooks only for a rank that has run out of data, with zeros.
         joined = torch._C._current_graph_task_id() == -1 and not bool(buffer.any())
@@ -179,23 +196,20 @@ class GradientSync:
             if ready is not None:
                 torch.cuda.current_stream(buffer.device).wait_event(ready)
             if first:
-                self._reducer.begin_step(self._trained, joined=joined)
-            if scale != 1.0:
-                buffer.mul_(1.0 / scale)
-            self._reducer.reduce_(layout, buffer, last=last, joined=joined)
-            if scale != 1.0:
-                buffer.mul_(scale)
+                self._reducer.begin_step(self._shared, joined=joined)
+            self._reducer.reduce_(layout, buffer, last=last, joined=joined, scale=scale)
             if last:
                 self.stats.exposed(time.perf_counter() - submitted)
 
-        def failed(error: Exception) -> None:
-            if self.error is None:
-                self.error = error
-                self._reducer.abandon_step()
-                self._transport.close(failed=True)
-
-        self._worker.promise(future, buffer, work, failed)
+        self._worker.promise(future, buffer, work, self._failed)
         return future
+
+    def _failed(self, error: Exception) -> None:
+        """The first error ends it: the step is forgotten, and the others hear of it now."""
+        if self.error is None:
+            self.error = error
+            self._reducer.abandon_step()
+            self._transport.close(failed=True, blamed=blamed(error))
 
     def _logical(self, name: str, residual: Tensor) -> Tensor:
         """DDP lays a gradient in its parameter's memory order; a state has the parameter's own."""
@@ -291,6 +305,11 @@ def _end(worker: Worker, transport: TorchTransport) -> None:
     """
     if worker.close(5.0) and transport.backend == "gloo":
         transport.close()
+
+
+def _has_bits(parameter: Tensor) -> bool:
+    """Whether the guard can read it; what is trained always is, something frozen may be of any kind."""
+    return parameter.layout is torch.strided and parameter.device.type != "meta"
 
 
 def _check_model(model: torch.nn.Module, parameters: Mapping[str, Tensor]) -> None:

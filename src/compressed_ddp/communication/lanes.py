@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..compression import BaseCompressor
 from ..error_feedback.state import SavedBucket, fold_owner_
 from ..layout import BucketLayout
-from ..types import MAX_NUMEL, Collective, CollectiveFactory, CompressionConfig, Transport
+from ..types import MAX_NUMEL, Collective, CollectiveFactory, CompressionConfig, Transport, unknown_name
 from .collectives import AllGather, Sharded
 from .lowrank import LowRank
 
@@ -42,9 +42,9 @@ class Lanes:
         compressor: BaseCompressor,
         config: CompressionConfig,
         transport: Transport,
-        take_back_: Callable[[BucketLayout, Tensor], None],
+        take_back_: Callable[[BucketLayout, Tensor], Callable[[], None]],
     ) -> None:
-        """``take_back_`` adds to what this rank owes in a bucket."""
+        """``take_back_`` adds to what this rank owes in a bucket, and returns what takes that away again."""
         self._compressor, self._config, self._transport = compressor, config, transport
         self._take_back_ = take_back_
         self._lanes: dict[BucketLayout, Lane] = {}
@@ -52,6 +52,8 @@ class Lanes:
         """The buckets of the last step."""
         self._plan: list[SavedBucket] = []
         """Buckets of a loaded state; one whose state is empty has been handed over."""
+        self._undo: list[Callable[[], None]] = []
+        """What takes back, from the last to the first, what was handed over since the last ``commit``."""
 
     def open(self, layout: BucketLayout, device: torch.device) -> Collective:
         """The collective of ``layout``: a new one for a bucket not seen before, or not with these ratios."""
@@ -85,37 +87,77 @@ class Lanes:
         buckets += [saved for saved in self._plan if not covered.intersection(saved.layout.names)]
         return [bucket.as_dict() for bucket in buckets]
 
+    def check(self, plan: list[SavedBucket], device: torch.device) -> None:
+        """Raises ValueError unless the first step can take back what each bucket of ``plan`` remembers."""
+        for saved in plan:
+            if saved.way not in COLLECTIVES:
+                raise unknown_name("collective in a saved state", saved.way, COLLECTIVES)
+            if saved.state and saved.way in _ways(self._compressor, self._config):
+                way = COLLECTIVES[saved.way]
+                trial = way(saved.layout, self._compressor, self._config, self._transport, device)
+                trial.load_state_dict(saved.state)
+
     def load(self, plan: list[SavedBucket]) -> None:
         """Begin again with the buckets of a loaded state."""
         self._lanes, self._order, self._plan = {}, [], plan
+        self.commit()
+
+    def commit(self) -> None:
+        """A step counts, and what was handed over in it."""
+        self._undo = []
+
+    def undo(self) -> None:
+        """A step does not count: owners owe again what they owed before it, to the bit."""
+        while self._undo:
+            self._undo.pop()()
 
     def _new(self, layout: BucketLayout, device: torch.device) -> Lane:
         names = set(layout.names)
         lane = choose(layout, self._compressor, self._config, self._transport, device)
-        for old in [known for known in self._lanes if names.intersection(known.names)]:
+        olds = [known for known in self._lanes if names.intersection(known.names)]
+        plan = [saved for saved in self._plan if saved.state and names.intersection(saved.layout.names)]
+        if olds or plan:
+            self._undo.append(self._as_it_is(plan))
+        for old in olds:
             before = self._lanes.pop(old)
             if old == layout and before.name == lane.name:
                 lane.collective.load_state_dict(before.collective.state_dict())
             else:
                 owed = torch.zeros(old.numel, device=device)
                 before.collective.fold_(owed)
-                self._take_back_(old, owed)
-        for saved in self._plan:
-            if saved.state and names.intersection(saved.layout.names):
-                if saved.layout == layout and saved.way == lane.name:
-                    lane.collective.load_state_dict(saved.state)
-                else:
-                    self._fold(saved, device)
-                saved.state.clear()
+                self._undo.append(self._take_back_(old, owed))
+        for saved in plan:
+            if saved.layout == layout and saved.way == lane.name:
+                lane.collective.load_state_dict(saved.state)
+            else:
+                self._fold(saved, device)
+            saved.state.clear()
         self._lanes[layout] = lane
         return lane
+
+    def _as_it_is(self, plan: list[SavedBucket]) -> Callable[[], None]:
+        """What brings these lanes back, and what the buckets of ``plan`` hold."""
+        lanes, order = dict(self._lanes), self._order
+        states = [dict(saved.state) for saved in plan]
+
+        def bring_back() -> None:
+            self._lanes, self._order = lanes, order
+            for saved, state in zip(plan, states, strict=True):
+                saved.state.update(state)
+
+        return bring_back
 
     def _fold(self, saved: SavedBucket, device: torch.device) -> None:
         """A loaded bucket that no longer exists."""
         if "owner" in saved.state:
             net, owed = self._transport, torch.zeros(saved.layout.numel, device=device)
             fold_owner_(owed, saved.state["owner"].to(device), net.rank, net.world_size)
-            self._take_back_(saved.layout, owed)
+            self._undo.append(self._take_back_(saved.layout, owed))
+
+
+def _ways(compressor: BaseCompressor, config: CompressionConfig) -> Sequence[str]:
+    """The collectives that a bucket may get."""
+    return compressor.collectives if config.collective == "auto" else (config.collective,)
 
 
 def choose(
@@ -130,7 +172,7 @@ def choose(
     ``auto`` counts bytes. Sharded has a second round, and an owner's second choice costs a
     little accuracy, so where it chooses (fewer entries than elements) it must save 40 %.
     """
-    names = compressor.collectives if config.collective == "auto" else (config.collective,)
+    names = _ways(compressor, config)
     terms = compressor.ratio, compressor.factors
     lanes = [
         Lane(name, COLLECTIVES[name](layout, compressor, config, transport, device), *terms) for name in names

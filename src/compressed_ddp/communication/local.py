@@ -20,8 +20,12 @@ from ..kernels.reference import all_finite
 from ..metrics import Ledger
 from ..types import CompressionConfig, SyncError, Transport
 from .backend import in_buckets
+from .choices import resolve
+from .guard import fingerprint as fingerprint_of
 from .handshake import agree, digest, fingerprint
-from .reducer import Reducer, resolve
+from .reducer import Reducer
+from .rollcall import blamed
+from .sameness import check_same, combined
 from .transport import TorchTransport, alone
 
 
@@ -135,6 +139,8 @@ class LocalSync:
         tensors = [*self._model.parameters(), *self._model.buffers()]
         if self._net.world_size > 1:
             _from_first_(self._net, [tensor for tensor in tensors if tensor.numel()])
+            mine = combined(fingerprint_of(tensor.detach().contiguous()) for tensor in tensors)
+            check_same(self._net, mine, "rank 0's weights and buffers", "all-reduce", self._device)
         for name, parameter in self._parameters.items():
             self._anchor[name] = parameter.detach().to(_wide(parameter.dtype), copy=True).contiguous()
         self.since = 0
@@ -169,7 +175,7 @@ class LocalSync:
             means = self._meet()
         except Exception as error:
             self.error = error
-            self._net.close(failed=True)
+            self._net.close(failed=True, blamed=blamed(error))
             raise
         if all(all_finite(mean) for mean in means.values()):  # alike on all ranks: they have the same means
             self._outer_(means)

@@ -11,7 +11,9 @@ from ..compression import PowerSGDCompressor
 from ..compression.powersgd import first_factor, matrix_shape, orthogonal, worthwhile
 from ..kernels.reference import all_finite
 from ..layout import BucketLayout
-from ..types import Clock, CompressionConfig, Held, Slot, Stamp, Transport
+from ..types import Clock, CompressionConfig, Held, Slot, Stamp, SyncError, Transport
+from .guard import fingerprint
+from .sameness import CHECK_FLOATS, as_floats
 
 
 class LowRank:
@@ -45,6 +47,9 @@ class LowRank:
         self.slots = list(self._right.values())
         whole = layout.numel - sum(rows * columns for rows, columns in self._matrices.values())
         floats = whole + sum((r + c) * compressor.rank for r, c in self._matrices.values())
+        floats += CHECK_FLOATS * (2 if self._matrices else 1)
+        self._received = 0
+        """The hash of what the last all-reduce gave; the next one compares it."""
         self.traffic = 2 * (transport.world_size - 1) * floats * 4 // transport.world_size
 
     def mean_(
@@ -92,13 +97,25 @@ class LowRank:
         return True
 
     def _average(self, groups: list[dict[str, Tensor]], clock: Clock) -> list[dict[str, Tensor]]:
-        """Every tensor's mean over the workers, all in one all-reduce."""
+        """Every tensor's mean over the workers, all in one all-reduce.
+
+        It has no header and no checksum, so with it travels a hash of what the one before it gave.
+        """
         tensors = [tensor for group in groups for tensor in group.values()]
         if not tensors:
             return groups
         with clock.phase("wait"):
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            self._net.all_reduce(flat)
+            check = as_floats(self._received).to(tensors[0].device)
+            carried = torch.cat([*(tensor.reshape(-1) for tensor in tensors), check])
+            self._net.all_reduce(carried)
+            flat, sums = carried[:-CHECK_FLOATS], carried[-CHECK_FLOATS:]
+            if not torch.equal(sums, check * self._net.world_size):
+                raise SyncError(
+                    "the ranks have not received the same in the all-reduce before this one: it was damaged "
+                    "on its way, or in memory. Go back to a checkpoint",
+                    phase="all-reduce",
+                )
+            self._received = fingerprint(flat) if all_finite(flat) else 0
             flat /= self._net.world_size
         parts = iter(torch.split(flat, [tensor.numel() for tensor in tensors]))
         return [{name: next(parts).view(tensor.shape) for name, tensor in group.items()} for group in groups]
@@ -112,5 +129,8 @@ class LowRank:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, slot in self._right.items():
             if name not in state or state[name].shape != slot.old.shape:
-                raise ValueError(f"state has no right factor of shape {tuple(slot.old.shape)} for {name!r}")
+                raise ValueError(
+                    f"state has no right factor of shape {tuple(slot.old.shape)} for {name!r}: was it saved "
+                    "with another rank? Use that one, or start without a state"
+                )
             slot.old.copy_(state[name])

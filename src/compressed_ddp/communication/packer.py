@@ -21,11 +21,25 @@ def room_for_sum(bucket: Tensor) -> Tensor:
     return bucket if bucket.dtype == torch.float32 else torch.empty_like(bucket, dtype=torch.float32)
 
 
-def deliver_(bucket: Tensor, mean: Tensor) -> bool:
-    """Write the float32 ``mean`` into ``bucket``; False if it overflows a 16-bit bucket."""
+def deliver_(bucket: Tensor, mean: Tensor, scale: float = 1.0) -> bool:
+    """Write ``scale`` times the float32 ``mean`` into ``bucket``; False if that overflows.
+
+    ``mean`` is multiplied in place.
+    """
+    if scale != 1.0:
+        mean.mul_(scale)
     if mean is not bucket:
         bucket.copy_(mean)
-    return bucket.dtype == torch.float32 or all_finite(bucket)
+    if bucket.dtype == torch.float32:  # as it came: whoever made the mean knows that it is finite
+        return scale <= 1.0 or kernels_for(bucket).finite_sum(None, bucket)
+    return all_finite(bucket)
+
+
+def unscaled_(bucket: Tensor, scale: float) -> Tensor:
+    """``bucket`` divided by ``scale``: itself, or a float32 copy, for in 16 bits small ones would vanish."""
+    if scale == 1.0:
+        return bucket
+    return (bucket.to(torch.float32) if bucket.element_size() < 4 else bucket).mul_(1.0 / scale)
 
 
 class Packer:
@@ -80,15 +94,15 @@ class Packer:
             small = [self._detach_(gradient, residual, positions) for positions in self.small]
             taken, finite = self.compressor.take_parts(residual, gradient, out, self.part, stamp)
             finite = finite and all(all_finite(values) for values in small if values.numel())
-            if sent is not None and self._chooses:
-                # A zero says nothing; it may stand for a small tensor's entry, or one that is held.
-                sent += [self.part.to_global(at[values != 0], s) for s, (values, at) in enumerate(taken)]
         with clock.phase("encode"):
             rows = gradient.new_zeros((self.part.shards, self.row_bytes), dtype=torch.uint8)
             for shard, size in enumerate(self._nbytes):
                 row, where = rows[shard, :size], stamp._replace(shard=stamp.shard + shard)
                 if finite:
-                    self._encode(row, shard, taken[shard], small[shard], out, where)
+                    seen = self._encode(row, shard, taken[shard], small[shard], out, where)
+                    if sent is not None and self._chooses:
+                        # A zero says nothing: rounded away, of a small tensor, or held.
+                        sent.append(self.part.to_global(taken[shard][1][seen != 0], shard))
                 else:
                     numel, _, dense = self._shapes[shard]
                     self.codec.encode_not_finite(row, numel, dense, where)
@@ -120,8 +134,11 @@ class Packer:
         small: Tensor,
         out: Tensor,
         stamp: Stamp,
-    ) -> None:
-        """Write one shard's message to ``row``; what rounding takes from it is left in ``out``."""
+    ) -> Tensor:
+        """Write one shard's message to ``row``; what rounding takes from it is left in ``out``.
+
+        Returns the entries' values as they will be read.
+        """
         values, indices = taken
         numel, k, _ = self._shapes[shard]
         sent = self.compressor.scale(values, k, numel) if self.scaled else values
@@ -130,6 +147,7 @@ class Packer:
         kernels_for(out).put_difference_(out, self.part, shard, indices, values, seen)
         if small.numel():
             out[self.small[shard]] = small - seen_small
+        return seen
 
     def unpack(self, row: Tensor, shard: int, stamp: Stamp) -> Opened:
         """Check a message about ``shard``, all but its entries; raises WireError."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,13 +23,15 @@ from ..kernels import describe
 from ..kernels.reference import all_finite
 from ..layout import BucketLayout
 from ..metrics import Ledger
-from ..types import CompressionConfig, Held, SenderHalf, Slot, Stamp, Transport, check_ratio, unknown_name
+from ..types import CompressionConfig, Held, SenderHalf, Slot, Stamp, Transport
 from .adaptive import Allotment, check_factors
+from .choices import check_new_ratio, in_words, resolve
 from .ef21 import make_memory
 from .guard import Guard
 from .half import FirstHalf
 from .handshake import agree, digest
-from .lanes import COLLECTIVES, Lanes, split_by_size
+from .lanes import Lanes, split_by_size
+from .packer import deliver_, unscaled_
 from .rollcall import in_bucket
 
 
@@ -55,7 +56,6 @@ class Reducer:
         """``device`` is where start-up messages travel from; gradients say their own. ``sender`` works on
         them before they are compressed. ``note`` ends the method's name in the ledger."""
         self.compressor = compressor
-        compressor.factors = {}  # of an earlier run, if it had any
         self._device = device or torch.device("cpu")
         self.config = resolve(config, compressor)
         self.transport = transport
@@ -63,10 +63,14 @@ class Reducer:
         feedback = bool(self.config.error_feedback)
         self._note = note
         self.stats = Ledger("", describe(self._device), feedback, compressor.unbiased)
+        smallest = config.min_compress_numel if compressor.small_tensors_apart else 0
+        self._allotment = Allotment(config.adapt_every, smallest)
         self.take_ratio(self.ratio)
         self.step = 0
         self.taken = 0
         """Steps that counted: nobody's gradient was NaN or infinite."""
+        self.counted = True
+        """Whether the last step did."""
         self._half = FirstHalf(sender)
         self._ef21 = make_memory(self.config)
         if self._ef21 is not None and self._half.masking:
@@ -77,8 +81,6 @@ class Reducer:
         kept = (*self._half.memories, *(self._ef21.memories if self._ef21 else ()))
         self.kept = {name: ErrorFeedbackBuffer() for name in kept}
         """What the sender's half remembers, and EF21."""
-        smallest = config.min_compress_numel if compressor.small_tensors_apart else 0
-        self._allotment = Allotment(config.adapt_every, smallest)
         self._guard = Guard(config.guard_every, transport, self._device, self.stats)
         self._lanes = Lanes(compressor, self.config, transport, self._take_back_)
         self._seen: list[BucketLayout] = []
@@ -108,30 +110,51 @@ class Reducer:
     def take_ratio(self, ratio: float) -> None:
         """A ratio that all ranks have agreed on; buckets notice by themselves (``Lanes.open``)."""
         self.compressor.ratio = self.stats.ratio = float(ratio)
-        self.stats.method = _method(self.compressor, self.config.memory) + self._note
+        self.compressor.factors = self._allotment.at(self.ratio)  # not those of an earlier run
+        self.stats.method = in_words(self.compressor, self.config.memory) + self._note
 
-    def reduce_(self, layout: BucketLayout, bucket: Tensor, *, last: bool, joined: bool = False) -> None:
+    def reduce_(
+        self,
+        layout: BucketLayout,
+        bucket: Tensor,
+        *,
+        last: bool,
+        joined: bool = False,
+        scale: float = 1.0,
+    ) -> None:
         """Overwrite ``bucket`` with the mean over all workers; ``last`` ends the step.
 
         A ``joined`` rank has run out of data: it brings zeros, keeps what it owes, and keeps its
         place in the exchange.
 
+        The gradient comes multiplied by ``scale``, alike on all ranks, and so goes the mean. In between
+        it is not, and a mean that only this makes infinite calls the step off as any other.
+
         A bucket that a loaded state knows as several is reduced as several, so that a resumed
         run chooses what the uninterrupted run would have chosen.
         """
-        if layout.numel > 0 and self.transport.world_size > 1:
+        if layout.numel > 0:
+            local = unscaled_(bucket, scale)
+            self._mean_(layout, local, joined)
+            if scale != 1.0:
+                self._finite &= deliver_(bucket, local, scale)
+            if self.transport.world_size > 1:
+                self.stats.bucket(bucket.numel() * bucket.element_size(), self.transport.world_size)
+        if last:
+            self._end_step()
+
+    def _mean_(self, layout: BucketLayout, bucket: Tensor, joined: bool) -> None:
+        if self.transport.world_size > 1:
             parts = self._lanes.planned(layout) or split_by_size(layout)
             if parts == [layout]:
                 self._reduce_part_(layout, bucket, joined)
             else:
                 self._reduce_parts_(layout, parts, bucket, joined)
-        elif layout.numel > 0:
+        else:
             held = self._unused(layout, bucket)
             self._half.after_(self._before_(layout, bucket, held), None, held)
             self._pay_(layout, bucket, held)
             self._finite &= all_finite(bucket)
-        if last:
-            self._end_step()
 
     def begin_step(self, parameters: Mapping[str, Tensor], *, joined: bool = False) -> None:
         """Before the first bucket: what an unfinished step left is forgotten, and the guard looks."""
@@ -141,6 +164,7 @@ class Reducer:
     def abandon_step(self) -> None:
         """Forget a step that was begun and not ended: residuals are as before it."""
         self._touched, self._finite, self._seen = [], True, []
+        self._lanes.undo()
         self._allotment.forget()
         self._half.forget()
 
@@ -154,8 +178,9 @@ class Reducer:
         sent: list[Tensor] | None = [] if self._half.masking else None
         if self._ef21 is not None:
             slots = self._open(layout, bucket.device, self._ef21.memories)
+            first = self._first(layout)
             with in_bucket(layout, stamp):
-                finite = self._ef21.mean_(collective, bucket, slots, stamp, self.stats, self.taken)
+                finite = self._ef21.mean_(collective, bucket, slots, stamp, self.stats, first)
         else:
             memory = self.memory.open(layout, bucket.device) if self.config.error_feedback else None
             if memory is not None and self._allotment.due(self.taken):
@@ -168,7 +193,6 @@ class Reducer:
         with self.stats.phase("select"):
             self._half.after_(kept, sent, held)
         self._touched += collective.slots
-        self.stats.bucket(bucket.numel() * bucket.element_size(), self.transport.world_size)
 
     def _reduce_parts_(
         self, layout: BucketLayout, parts: Sequence[BucketLayout], bucket: Tensor, joined: bool
@@ -194,9 +218,16 @@ class Reducer:
 
     def _open(self, layout: BucketLayout, device: torch.device, names: Sequence[str]) -> dict[str, Slot]:
         """The slots of what is kept under ``names``; what is written there counts if the step does."""
+        new = [name for name in layout.names if any(name not in self.kept[what] for what in names)]
+        self._half.enrol(new, self.taken)
         slots = {name: self.kept[name].open(layout, device) for name in names}
         self._touched += slots.values()
         return slots
+
+    def _first(self, layout: BucketLayout) -> list[tuple[int, int]]:
+        """Where parameters lie whose first step this is."""
+        steps = self._half.steps(layout, self.taken)
+        return [where for where, before in zip(pairwise(layout.offsets), steps, strict=True) if not before]
 
     def _pay_(self, layout: BucketLayout, bucket: Tensor, held: Held) -> None:
         """Alone there is nothing to send: what an earlier, larger job still owed is applied now.
@@ -204,7 +235,8 @@ class Reducer:
         Not in the ranges ``held``, where DDP would throw it away.
         """
         if self._ef21 is not None:
-            self._ef21.alone_(bucket, self._open(layout, bucket.device, self._ef21.memories), self.taken)
+            slots = self._open(layout, bucket.device, self._ef21.memories)
+            self._ef21.alone_(bucket, slots, self._first(layout))
         elif any(name in self.memory for name in layout.names):
             slot = self.memory.open(layout, bucket.device)
             due = slot.old.clone()
@@ -215,13 +247,15 @@ class Reducer:
             self._touched.append(slot)
 
     def _end_step(self) -> None:
+        self.counted = self._finite
         if self._finite:
             if self._allotment.due(self.taken) and self.transport.world_size > 1:
                 # Before anything counts: a peer may be gone.
-                settle, net = self._allotment.settle, self.transport
-                self.compressor.factors = settle(self.ratio, net, self._device, self.stats)
+                self._allotment.settle(self.ratio, self.transport, self._device, self.stats)
+                self.compressor.factors = self._allotment.at(self.ratio)
             for slot in self._touched:
                 slot.commit()
+            self._lanes.commit()
             self._half.count()
             self.taken += 1
         self.stats.collectives = self._lanes.count(self._seen)
@@ -229,12 +263,22 @@ class Reducer:
         self.step += 1
         self.abandon_step()
 
-    def _take_back_(self, layout: BucketLayout, owed: Tensor) -> None:
-        """This rank owes, as a worker, what it owed as an owner: the others have not heard of it yet."""
-        if self._ef21 is not None:
-            self.kept[ESTIMATE].open(layout, owed.device).old.sub_(owed)
-        elif self.config.error_feedback:
-            self.memory.open(layout, owed.device).old.add_(owed)
+    def _take_back_(self, layout: BucketLayout, owed: Tensor) -> Callable[[], None]:
+        """This rank owes, as a worker, what it owed as an owner: the others have not heard of it yet.
+
+        Returns what brings the bits of before back, should the step not count.
+        """
+        if self._ef21 is None and not self.config.error_feedback:
+            return lambda: None
+        memory = self.memory if self._ef21 is None else self.kept[ESTIMATE]
+        mine = memory.open(layout, owed.device).old
+        before = mine.clone()
+        mine.add_(owed, alpha=1 if self._ef21 is None else -1)
+
+        def bring_back() -> None:
+            memory.open(layout, before.device).old.copy_(before)
+
+        return bring_back
 
     # --- state -----------------------------------------------------------------------------
 
@@ -249,7 +293,7 @@ class Reducer:
             "world_size": self.transport.world_size,
             "config": self.config.as_dict(),
             "ratio": self.ratio,
-            "factors": dict(self.compressor.factors),
+            "factors": dict(self._allotment.factors),
             "residuals": self.memory.state_dict(),
             "kept": {name: kept.state_dict() for name, kept in self.kept.items()},
             "buckets": self._lanes.state(),
@@ -266,6 +310,7 @@ class Reducer:
         def prepare() -> tuple[tuple[Any, ...], dict[str, Any]]:
             plan = check_state(state, self.transport.rank, self.transport.world_size, shapes)
             check_kept(state, self.kept)
+            self._lanes.check(plan, self._device)
             if not self.config.error_feedback and any(bool(r.any()) for r in state["residuals"].values()):
                 raise ValueError(
                     "state holds residuals, but error_feedback is off: they would never be sent. Turn it "
@@ -284,7 +329,8 @@ class Reducer:
             told["agreed"] = digest(state["kept"].get(AGREED, {}))
             return (plan, ratio, factors, self._half.checked(state, shapes)), {"state": told}
 
-        plan, ratio, self.compressor.factors, missed = agree(self.transport, self._device, prepare)
+        plan, ratio, factors, missed = agree(self.transport, self._device, prepare)
+        self._allotment.load(factors, shapes)
         self.take_ratio(ratio)
         self.memory.load_state_dict(state["residuals"])
         for name, kept in self.kept.items():
@@ -293,50 +339,3 @@ class Reducer:
         self.step, self.taken = int(state["step"]), int(state["taken"])
         self._lanes.load(plan)
         self.abandon_step()
-
-
-def resolve(config: CompressionConfig, compressor: BaseCompressor) -> CompressionConfig:
-    """``config`` with every choice made; raises ValueError where it asks for what cannot be."""
-    asked = f"error_feedback={config.error_feedback}"
-    feedback = compressor.feedback(config.error_feedback)
-    if config.memory != "ef":
-        asked = f"memory={config.memory!r}"
-        if config.error_feedback is False:
-            raise ValueError(
-                f"{asked} is a kind of error feedback, and that is off: leave memory or error_feedback out"
-            )
-        feedback = True
-    if feedback and not compressor.contraction:
-        raise ValueError(
-            f"{asked} with {compressor.name!r}: its error can exceed the signal, so the residual would grow "
-            f"without bound. It is unbiased and works without: leave {asked.split('=')[0]} out"
-        )
-    if config.adapt_every and not (feedback and config.memory == "ef" and compressor.adapts):
-        raise ValueError(
-            f"adapt_every={config.adapt_every} needs topk with error feedback (memory='ef'): it distributes "
-            "entries by what is owed. Leave it out otherwise"
-        )
-    if config.scope not in compressor.scopes:
-        raise ValueError(f"{compressor.name!r} has no scope={config.scope!r}; use {compressor.scopes[0]!r}")
-    if config.collective not in ("auto", *COLLECTIVES):
-        raise unknown_name("collective", config.collective, ("auto", *compressor.collectives))
-    if config.collective not in ("auto", *compressor.collectives):
-        raise ValueError(
-            f"{compressor.name!r} cannot travel by {config.collective!r}; "
-            f"use auto or {' or '.join(compressor.collectives)}"
-        )
-    return replace(config, compressor=compressor.name, error_feedback=feedback, **compressor.options())
-
-
-def check_new_ratio(compressor: BaseCompressor, ratio: float) -> None:
-    """Raises ValueError unless ``compressor`` has a ratio, and it can be ``ratio``."""
-    if not compressor.sparse:
-        raise ValueError(f"{compressor.name!r} sends every entry: it has no ratio to change")
-    check_ratio(ratio)
-
-
-def _method(compressor: BaseCompressor, memory: str) -> str:
-    name = compressor.name
-    if compressor.sparse:
-        name += f", ratio {compressor.ratio:g}, {compressor.values} values"
-    return name if memory == "ef" else f"{name}, {memory}"

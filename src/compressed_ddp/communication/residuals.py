@@ -13,6 +13,10 @@ _LOOKS = 3
 """At so many looks in a row: a few batches may be odd."""
 
 
+_OLDER = 100.0
+"""By what an age must exceed 1 / ratio."""
+
+
 class Owed:
     """Sums over the buckets of one step: what is left owed after it, and what this rank sent in it."""
 
@@ -69,6 +73,50 @@ class Growth:
             return None
         self._least, self._looks = pace, 0  # the next word when it is ten times worse
         return times
+
+
+class Waiting:
+    """Judges a sequence of ages, one a look.
+
+    A debt that grows by the same every step looks healthy to ``Growth``: so does one of which nothing is ever
+    sent. But Top-K's age is below 1 / ratio, and that of other sparse methods near it. An age a hundred times
+    as large, or infinite, is told at the third look in a row, after 1 / ratio steps at least: time enough to
+    have sent everything once.
+    """
+
+    def __init__(self) -> None:
+        self._since, self._looks = 0, 0
+
+    def look(self, step: int, age: float, ratio: float) -> bool:
+        """Whether to say that what waits after ``step`` waits too long; then at 6, 12, ... looks again."""
+        if age <= oldest(ratio) or step < self._since:  # a state of an earlier step was loaded
+            self._looks = 0
+            return False
+        if not self._looks:
+            self._since = step
+        self._looks += 1
+        if step - self._since < 1 / ratio:
+            self._looks = min(self._looks, _LOOKS - 1)
+            return False
+        times, rest = divmod(self._looks, _LOOKS)
+        return not rest and times.bit_count() == 1
+
+
+def oldest(ratio: float) -> float:
+    """The age above which something is wrong. What is not sparse may wait longer: a rank-1 factor says little
+    about a large matrix."""
+    return _OLDER / ratio if ratio < 1.0 else _OLDER**3
+
+
+def stale(norm: float, rank: int, age: float, ratio: float) -> str:
+    """What to say about a residual that waits too long."""
+    how = "nothing of it was sent" if age == math.inf else f"so little is sent that it waits {age:.3g} steps"
+    usual = f"; ratio {ratio:g} means {1 / ratio:.0f} or fewer" if ratio < 1.0 else ""
+    return (
+        f"what rank {rank} has not sent yet, with a norm of {norm:.3g}, stays: at {_LOOKS} looks in a row or "
+        f"more {how}{usual}. Is a threshold above all gradients? Lower it, or leave it out and set ratio. "
+        "Otherwise send more"
+    )
 
 
 def advice(norm: float, rank: int, times: float, ratio: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hmac
+import logging
 import os
 import secrets
 import selectors
@@ -18,10 +19,17 @@ from typing import NamedTuple
 from ..layout import BucketLayout
 from ..types import Stamp, SyncError, WireError
 
+logger = logging.getLogger("compressed_ddp")
+
 _ROW = struct.Struct("<16sH46s")
 """A rank's secret, port and address; port 0: it cannot be called."""
-_NOTE = struct.Struct("<16sI?")
-"""The secret of the rank that is called, who calls, and whether the fault was the caller's own."""
+_NOTE = struct.Struct("<16sIi")
+"""The secret of the rank that is called, who calls, and whom the caller knows to be at fault (-1: nobody)."""
+_NOBODY = -1
+_BACKLOG = 1024
+"""Connections that may wait until the next look: strangers' ones too, a port scan for instance."""
+_STRANGERS = 64
+"""Connections that are kept open although they have said nothing."""
 _ESTABLISHED = "01"
 
 
@@ -32,6 +40,8 @@ class Roll(NamedTuple):
     """Nobody listens where they did: the process has ended, or closed its synchroniser."""
     failed: tuple[int, ...] = ()
     """They say themselves that the fault was theirs."""
+    accused: tuple[int, ...] = ()
+    """Another rank says that it cannot read what they sent."""
     silent: tuple[int, ...] = ()
     """No word from them: stopped, cut off, or busy elsewhere."""
 
@@ -40,6 +50,7 @@ class Roll(NamedTuple):
         for ranks, said in (
             (self.gone, "gone"),
             (self.failed, "out of step by an error of its own, which its log has"),
+            (self.accused, "the sender of a message that another rank cannot read"),
             (self.silent, "silent"),
         ):
             if ranks:
@@ -62,6 +73,10 @@ class RollCall:
     ) -> None:
         """All ranks together. Others reach this one at ``address``; ``exchange`` gives everyone's row."""
         self._rank, self._secret = rank, secrets.token_bytes(16)
+        self._lines: list[socket.socket] = []
+        """Who has called and said nothing yet."""
+        self._heard: dict[int, int] = {}
+        """Ranks that have called, and whom they blame."""
         self._listener = _listening(address, world_size) if address else None
         port = self._listener.getsockname()[1] if self._listener else 0
         rows = [_ROW.unpack(row) for row in exchange(_ROW.pack(self._secret, port, (address or "").encode()))]
@@ -71,47 +86,94 @@ class RollCall:
             if other != rank
         }
 
-    def call(self, seconds: float, *, own: bool = False) -> Roll | None:
+    def look(self) -> None:
+        """Answer who has called so far, without waiting: strangers must not keep the ranks out.
+
+        Nobody listens until something has failed. A port scan would fill the queue of connections by then,
+        and who finds it full seems silent. The notes of ranks that failed before this one noticed are kept.
+        """
+        listener = self._listener
+        while listener is not None:
+            try:
+                line = listener.accept()[0]
+            except OSError:  # nobody is there, or another thread has closed this
+                break
+            line.setblocking(False)
+            self._lines.append(line)
+        lines, self._lines = self._lines, []
+        for line in lines:
+            try:
+                _hear(line.recv(_NOTE.size), self._secret, self._heard)
+            except BlockingIOError:  # nothing yet
+                self._lines.append(line)
+                continue
+            except OSError:
+                pass
+            line.close()
+        while len(self._lines) > max(_STRANGERS, 2 * len(self._peers)):
+            self._lines.pop(0).close()
+
+    def call(self, seconds: float, *, blames: int | None = None) -> Roll | None:
         """Call everyone and listen for at most ``seconds``; None if that cannot be done.
 
-        With ``own`` the fault was this rank's: it tells the others and does not ask. Works once.
+        Who ``blames`` a rank, most often itself, tells the others so and does not ask. Works once. Never
+        raises OSError: where nobody can be called (a process out of files, say) that is logged, because the
+        error that is to be explained matters more.
         """
+        self.look()
         listener, self._listener = self._listener, None
-        if listener is None or not all(port for _, port, _ in self._peers.values()):
-            return None
+        try:
+            if listener is not None and all(port for _, port, _ in self._peers.values()):
+                return self._call(listener, seconds, blames)
+        except OSError as error:
+            logger.warning("rank %d cannot call the others: %s", self._rank, error)
+        finally:
+            self.close()
+        return None
+
+    def _call(self, listener: socket.socket, seconds: float, blames: int | None) -> Roll:
+        told = _NOBODY if blames is None else blames
         with ExitStack() as opened:
             opened.enter_context(listener)
-            found = _Calls(listener, self._secret, opened)
+            found = _Calls(listener, self._secret, self._heard, opened)
+            while self._lines:
+                found.answer(self._lines.pop())
             for rank, (secret, port, host) in self._peers.items():
-                found.call(rank, (host, port), _NOTE.pack(secret, self._rank, own))
+                found.call(rank, (host, port), _NOTE.pack(secret, self._rank, told))
             deadline = time.monotonic() + seconds
-            while found.calling or (not own and found.missing(self._peers)):
+            while found.calling or (blames is None and found.missing(self._peers)):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
                 found.wait(left)
             for _ in range(2 * len(self._peers)):  # who sent a note before it went away is heard
                 found.wait(0)
-        failed = tuple(sorted(rank for rank, theirs in found.heard.items() if theirs))
-        gone = tuple(sorted(found.refused - found.heard.keys()))
-        return Roll(gone, failed, found.missing(self._peers))
+        failed = {rank for rank, blamed in found.heard.items() if blamed == rank}
+        accused = set(found.heard.values()) & {self._rank, *self._peers} - failed
+        gone = found.refused - found.heard.keys()
+        silent = found.missing(self._peers)
+        return Roll(tuple(sorted(gone)), tuple(sorted(failed)), tuple(sorted(accused)), silent)
 
     def close(self) -> None:
         """Safe to call twice."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        while self._lines:
+            self._lines.pop().close()
 
 
 class _Calls:
     """The calls that are under way, ours and theirs."""
 
-    def __init__(self, listener: socket.socket, secret: bytes, opened: ExitStack) -> None:
+    def __init__(
+        self, listener: socket.socket, secret: bytes, heard: dict[int, int], opened: ExitStack
+    ) -> None:
         self._listener, self._secret, self._opened = listener, secret, opened
         self._ready = opened.enter_context(selectors.DefaultSelector())
         self._ready.register(listener, selectors.EVENT_READ)
         self.calling: dict[int, bytes] = {}
-        self.heard: dict[int, bool] = {}
+        self.heard = heard
         self.refused: set[int] = set()
 
     def missing(self, peers: dict[int, tuple[bytes, int, str]]) -> tuple[int, ...]:
@@ -153,21 +215,29 @@ class _Calls:
 
     def _accept(self) -> None:
         try:
-            line = self._opened.enter_context(self._listener.accept()[0])
+            line = self._listener.accept()[0]
         except OSError:  # whoever it was has hung up
             return
         line.setblocking(False)
-        self._ready.register(line, selectors.EVENT_READ)
+        self.answer(line)
+
+    def answer(self, line: socket.socket) -> None:
+        """Wait for what ``line`` says; it is closed in the end."""
+        self._ready.register(self._opened.enter_context(line), selectors.EVENT_READ)
 
     def _listen(self, line: socket.socket) -> None:
         try:
-            note = line.recv(_NOTE.size)
+            _hear(line.recv(_NOTE.size), self._secret, self.heard)
         except OSError:
             return
-        if len(note) == _NOTE.size:
-            secret, rank, own = _NOTE.unpack(note)
-            if hmac.compare_digest(secret, self._secret):
-                self.heard[rank] = own
+
+
+def _hear(note: bytes, secret: bytes, heard: dict[int, int]) -> None:
+    """Write down who calls and whom it blames, if it knows the ``secret``."""
+    if len(note) == _NOTE.size:
+        told, rank, blames = _NOTE.unpack(note)
+        if hmac.compare_digest(told, secret):
+            heard[rank] = blames
 
 
 def grace(timeout: float) -> float:
@@ -186,15 +256,26 @@ def exchange_failed(
     )
 
 
+def blamed(error: BaseException) -> int | None:
+    """Who sent what this rank could not read; None where that was not what failed."""
+    told = isinstance(error, SyncError) and error.phase == "decode" and error.ranks
+    return told[0] if told else None
+
+
+def _unreadable(error: WireError, rank: int) -> SyncError:
+    """``rank`` cannot read a message: whose it is."""
+    whose = "" if error.sender is None else f" (rank {error.sender} sent it)"
+    ranks = () if error.sender is None else (error.sender,)
+    return SyncError(f"decode failed on rank {rank}: {error}{whose}", phase="decode", ranks=ranks)
+
+
 @contextmanager
 def in_bucket(layout: BucketLayout, stamp: Stamp) -> Iterator[None]:
     """What others did wrong in this block leaves it as a SyncError that names the bucket."""
     try:
         yield
     except (SyncError, WireError) as error:
-        told = error
-        if isinstance(told, WireError):
-            told = SyncError(f"decode failed on rank {stamp.sender}: {error}", phase="decode")
+        told = _unreadable(error, stamp.sender) if isinstance(error, WireError) else error
         more = f" and {len(layout.names) - 1} more" if len(layout.names) > 1 else ""
         where = f"step {stamp.step}, bucket {stamp.bucket} ({layout.names[0]!r}{more})"
         raise SyncError(
@@ -236,7 +317,8 @@ def new_address(before: set[int]) -> str | None:
 
 def _listening(address: str, world_size: int) -> socket.socket | None:
     try:
-        listener = socket.create_server((address, 0), family=_family(address), backlog=max(8, world_size))
+        backlog = max(_BACKLOG, 2 * world_size)
+        listener = socket.create_server((address, 0), family=_family(address), backlog=backlog)
     except OSError:  # an address of a kind that needs more; then nobody is called
         return None
     listener.setblocking(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from ..types import SyncError, Transport
 from .rollcall import RollCall, exchange_failed, grace, new_address, open_sockets
+
+logger = logging.getLogger("compressed_ddp")
 
 # torch 2.13 renamed it and warns about the old name.
 _all_gather: Callable[..., Any] = (
@@ -79,7 +82,7 @@ class TorchTransport:
         except (RuntimeError, ValueError):
             return False
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self, *, failed: bool = False, blamed: int | None = None) -> None:
         """Give the group back; if the user destroyed all groups already, only let go of it.
 
         torch names a locally synchronised group after its members and how many groups there are,
@@ -93,18 +96,20 @@ class TorchTransport:
             if ends:
                 self.group = None
         if roll is not None:
-            if failed and alive:  # this rank's own fault: the others learn it before they lose it
-                roll.call(grace(self.timeout), own=True)
+            if failed and alive:  # the others learn whose fault it was before they lose this rank
+                roll.call(grace(self.timeout), blames=self.rank if blamed is None else blamed)
             roll.close()
         if ends and alive:
-            dist.destroy_process_group(group)
+            _destroy(group)
         # The last reference goes here, and with it the sockets and gloo's threads.
 
     def _exchange(self, what: str, operation: Callable[[Any], object]) -> None:
         """``operation`` with the group. Another thread may close this, and torch takes None for the world."""
-        group = self.group
+        group, roll = self.group, self._roll
         if group is None:
             raise SyncError(f"{what} after the end: this synchroniser was closed, or failed before")
+        if roll is not None:
+            roll.look()  # a system call: nothing beside an exchange
         try:
             operation(group)
         except RuntimeError as error:
@@ -114,6 +119,14 @@ class TorchTransport:
             roll, self._roll = self._roll, None
             self.close(failed=True)
             raise exchange_failed(what, self.rank, self.world_size, roll, self.timeout, error) from error
+
+
+def _destroy(group: Any) -> None:
+    """Give ``group`` back. If that fails, someone else has: the user destroys all groups at once."""
+    try:
+        dist.destroy_process_group(group)
+    except (OSError, RuntimeError, ValueError) as error:  # no reason to hide what this is the end of
+        logger.warning("the process group could not be destroyed: %s", error)
 
 
 class InProcessTransport:
@@ -140,7 +153,7 @@ class InProcessTransport:
     def alive(self) -> bool:
         return not self._hub.broken()
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self, *, failed: bool = False, blamed: int | None = None) -> None:
         if failed:
             self._hub.abort()
 
@@ -156,7 +169,9 @@ class InProcessHub:
     def __init__(self, world_size: int, timeout: float = 60.0) -> None:
         self.world_size = world_size
         self._slots: list[Tensor | None] = [None] * world_size
-        self._barrier = threading.Barrier(world_size, timeout=timeout)
+        self._timeout = timeout
+        self._met = threading.Condition()
+        self._here, self._meetings, self._broken = 0, 0, False
 
     def exchange(self, rank: int, tensor: Tensor, what: str) -> list[Tensor]:
         """Everyone's tensor; the caller must read it before its next ``wait``."""
@@ -165,18 +180,28 @@ class InProcessHub:
         return [slot for slot in self._slots if slot is not None]
 
     def wait(self, what: str) -> None:
-        try:
-            self._barrier.wait()
-        except threading.BrokenBarrierError as error:
-            raise SyncError(
-                f"{what} failed: a peer of this in-process network is gone or silent", phase=what
-            ) from error
+        """Until all are here. Who was here with all others goes on, though one of them has aborted since:
+        threading.Barrier has it otherwise, and what all ranks raise alike would then be luck."""
+        with self._met:
+            meeting = self._meetings
+            self._here += 1
+            if self._here == self.world_size and not self._broken:
+                self._here, self._meetings = 0, meeting + 1
+                self._met.notify_all()
+            self._met.wait_for(lambda: self._meetings != meeting or self._broken, self._timeout)
+            if self._meetings != meeting:
+                return
+            self._broken = True
+            self._met.notify_all()
+        raise SyncError(f"{what} failed: a peer of this in-process network is gone or silent", phase=what)
 
     def broken(self) -> bool:
-        return self._barrier.broken
+        return self._broken
 
     def abort(self) -> None:
-        self._barrier.abort()
+        with self._met:
+            self._broken = True
+            self._met.notify_all()
 
 
 def run_in_process(world_size: int, work: Callable[[Transport], Any], timeout: float = 60.0) -> list[Any]:

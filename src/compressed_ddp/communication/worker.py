@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import queue
 import threading
 import traceback
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ..types import SyncError
+
+logger = logging.getLogger("compressed_ddp")
 
 _IDLE_SECONDS = 0.5
 """How often an idle worker looks whether its process group still exists."""
@@ -89,8 +92,14 @@ class Worker:
                 work()
             except Exception as error:
                 _empty_frames(error)
-                failed(error)
-                promised.pop().set_exception(error)  # type: ignore[arg-type]
+                try:
+                    failed(error)
+                except Exception:
+                    # Backward waits for the future, whatever else went wrong; and what it waits for is the
+                    # first error, not this one.
+                    logger.exception("cleaning up after a failed step failed as well")
+                finally:
+                    promised.pop().set_exception(error)  # type: ignore[arg-type]
             else:
                 promised.pop().set_result(result)
 
@@ -114,6 +123,14 @@ class Worker:
         return not thread.is_alive()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:  # also if work did not deal with its error: the next piece starts a new thread
+            with self._lock:
+                if self._thread is threading.current_thread():
+                    self._serving = False
+
+    def _serve(self) -> None:
         while True:
             try:
                 work = self._queue.get(timeout=_IDLE_SECONDS)

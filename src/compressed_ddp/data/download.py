@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
+from ..files import longer_file, new_file
 from .archive import ArchiveError, unpack
 from .catalogue import by_hand, describe
 from .sources import SOURCES, Remote
@@ -99,6 +100,8 @@ def _complete(
     remote: Remote, url: str, part: Path, opener: urllib.request.OpenerDirector, progress: Progress
 ) -> None:
     """Make ``part`` the whole and right file, or raise. What was there before is tried first."""
+    if part.is_symlink():  # not a part that we wrote
+        part.unlink()
     for resumed in (True, False):
         have = part.stat().st_size if part.exists() else 0
         if not resumed or have > remote.size:
@@ -143,7 +146,7 @@ def _transfer(
         length = response.headers["Content-Length"]
         if length is not None and length != str(remote.size - have):
             raise _Refused(f"expected {remote.size - have:,} bytes, it offers {length}")
-        with part.open("ab" if have else "wb") as file:
+        with longer_file(part) if have else new_file(part) as file:
             done = have
             progress(remote.name, done, remote.size)
             while chunk := response.read(_CHUNK):

@@ -13,32 +13,35 @@ import torch
 from torch import Tensor
 
 MAX_BYTES = 2**30
-"""No file of any of our datasets is larger than this when unpacked."""
+"""No file of any of our datasets is larger than this."""
+MOST_ITEMS = 60_000
+"""As many images or labels has the largest file in this format, of MNIST and of Fashion-MNIST."""
 
 _CHUNK = 2**20
 _UNSIGNED_BYTES = 0x08
 _AGAIN = "delete it and fetch it again"
 
 
-def read_idx(path: Path, dims: int) -> Tensor:
-    """The array in ``path`` as a new uint8 tensor with ``dims`` dimensions.
+def read_idx(path: Path, item: tuple[int, ...] = ()) -> Tensor:
+    """The array in ``path`` as a new uint8 tensor of things of shape ``item``, up to ``MOST_ITEMS`` of them.
 
     ValueError names the file, what was expected and what was found. At most one byte more than
-    the header promises is ever unpacked.
+    the header promises is ever unpacked, and nothing if it promises something else.
     """
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
         file.seek(0)
         if not packed:
-            return _parse(path, file, dims)
+            return _parse(path, file, item)
         try:
             with gzip.GzipFile(fileobj=file) as stream:
-                return _parse(path, cast(BinaryIO, stream), dims)
+                return _parse(path, cast(BinaryIO, stream), item)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path}: damaged gzip file ({error}); {_AGAIN}") from error
 
 
-def _parse(path: Path, stream: BinaryIO, dims: int) -> Tensor:
+def _parse(path: Path, stream: BinaryIO, item: tuple[int, ...]) -> Tensor:
+    dims = 1 + len(item)
     head = 4 + 4 * dims
     header = stream.read(head)
     if len(header) < head:
@@ -51,10 +54,13 @@ def _parse(path: Path, stream: BinaryIO, dims: int) -> Tensor:
             "is it another file under this name?"
         )
     size = math.prod(shape)
-    if not 0 < size <= MAX_BYTES:
+    if tuple(shape[1:]) != item:
+        wanted = " x ".join(map(str, item))
+        raise ValueError(f"{path}: expected images of {wanted}, found {tuple(shape[1:])}; {_AGAIN}")
+    if not 0 < shape[0] <= MOST_ITEMS:
         raise ValueError(
             f"{path}: the header claims {' x '.join(map(str, shape))} = {size} bytes, "
-            f"expected 1 to {MAX_BYTES}; {_AGAIN}"
+            f"expected 1 to {MOST_ITEMS:,} of them; {_AGAIN}"
         )
     data = bytearray()
     # In chunks, so that memory grows with what is there and not with what was claimed.

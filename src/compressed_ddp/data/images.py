@@ -104,10 +104,7 @@ def idx_images(name: str, data_dir: str | Path) -> Dataset:
 
 
 def _idx_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
-    labels = read_idx(labels_path, 1)
-    images = read_idx(images_path, 3)
-    if images.shape[1:] != (28, 28):
-        raise ValueError(f"{images_path}: expected images of 28 x 28, found {tuple(images.shape[1:])}")
+    labels, images = read_idx(labels_path), read_idx(images_path, (28, 28))
     if len(images) != len(labels):
         raise ValueError(
             f"{images_path} has {len(images)} images, but {labels_path} has {len(labels)} labels; "

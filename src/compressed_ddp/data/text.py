@@ -74,10 +74,16 @@ def _read(source: Path) -> bytearray:
             f"no text at {source}: give a file or a folder, or leave it out for the Python standard library"
         )
     data = bytearray()
-    for path in _files(source):
-        data += _contents(path, MAX_BYTES + 1 - len(data))
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"{source}: more than {MAX_BYTES:,} bytes of text; give a folder inside it")
+    try:
+        for path in _files(source):
+            data += _contents(path, MAX_BYTES + 1 - len(data))
+            if len(data) > MAX_BYTES:
+                raise ValueError(f"{source}: more than {MAX_BYTES:,} bytes of text; give a folder inside it")
+    except OSError as error:
+        raise ValueError(
+            f"{error.filename}: cannot be read ({error.strerror or error}), and all workers must train on "
+            "the same text: make it readable, or give a folder without it"
+        ) from error
     if not data:
         raise ValueError(
             f"{source}: no text files in this folder (looked for {' '.join(sorted(SUFFIXES))}); "
@@ -98,7 +104,11 @@ def _library() -> bytearray:
 
 def _files(root: Path, leave_out: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Names that end like text under ``root``, in a fixed order, without hidden folders."""
-    for folder, folders, names in os.walk(root):
+
+    def refuse(error: OSError) -> None:
+        raise error  # not skipped: another host may be able to read it
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = sorted(name for name in folders if name not in leave_out and not name.startswith("."))
         for name in sorted(names):
             path = Path(folder, name)
@@ -107,12 +117,12 @@ def _files(root: Path, leave_out: frozenset[str] = frozenset()) -> Iterator[Path
 
 
 def _contents(path: Path, most: int) -> bytes:
-    """The first ``most`` bytes; nothing of a link, a pipe, or a file that may not be read."""
-    try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            return b""
-        with path.open("rb") as file:
-            return file.read(min(most, status.st_size))
-    except OSError:
+    """The first ``most`` bytes; nothing of a link or a pipe.
+
+    OSError if it may not be read: without it, this worker would train on other text than the rest.
+    """
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
         return b""
+    with path.open("rb") as file:
+        return file.read(min(most, status.st_size))

@@ -21,6 +21,7 @@ from .reference import (
     check_shard,
     ef_low_bits,
     ef_nbytes,
+    in_message,
     log_nbytes,
 )
 
@@ -126,13 +127,15 @@ def sum_coded_(
     """As ``accumulate_``, from entries as they travel, all checked first: raises WireError."""
     _check(out, torch.float32, part.numel)
     rows = []
-    for shard, index_part, value_part, numel, capacity, count in messages:
+    for at, (shard, index_part, value_part, numel, capacity, count) in enumerate(messages):
         check_shard(part, shard, numel)
-        low, bitmap = _check_sizes(index_part, numel, capacity)
-        check_room(count, capacity)
-        size = log_nbytes(LOG_BITS[values], count) if values in LOG_BITS else count * FLOATS[values].itemsize
-        if value_part.numel() != size:
-            raise WireError(f"value part has {value_part.numel()} bytes, not {size}")
+        with in_message(at):
+            low, bitmap = _check_sizes(index_part, numel, capacity)
+            check_room(count, capacity)
+            bits = LOG_BITS.get(values)
+            size = count * FLOATS[values].itemsize if bits is None else log_nbytes(bits, count)
+            if value_part.numel() != size:
+                raise WireError(f"value part has {value_part.numel()} bytes, not {size}")
         _check(value_part, torch.uint8, size)
         where = index_part.data_ptr(), value_part.data_ptr()
         rows.append((*where, count, shard, numel, capacity, low, bitmap))
@@ -140,7 +143,8 @@ def sum_coded_(
     about = out.data_ptr(), part.numel, part.shards, table.data_ptr(), len(rows), values, scale
     status, which, found = _native.sum_messages(*about, torch.get_num_threads())
     if status not in (0, _NO_MEMORY):
-        raise _wire_error(status, found, messages[which].entries, messages[which].numel)
+        with in_message(which):
+            raise _wire_error(status, found, messages[which].entries, messages[which].numel)
     _check_status(status)
 
 

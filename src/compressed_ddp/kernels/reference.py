@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -50,16 +51,27 @@ def sum_coded_(
 ) -> None:
     """As ``accumulate_``, from entries as they travel, all checked first: raises WireError."""
     pieces = []
-    for shard, index_part, value_part, numel, capacity, count in messages:
+    for which, (shard, index_part, value_part, numel, capacity, count) in enumerate(messages):
         check_shard(part, shard, numel)
-        indices = ef_decode(index_part, numel, capacity, count)
-        if values in FLOATS:
-            numbers = float_decode(value_part, FLOATS[values], count)
-        else:
-            numbers = log_decode(value_part, LOG_BITS[values], count)
+        with in_message(which):
+            indices = ef_decode(index_part, numel, capacity, count)
+            if values in FLOATS:
+                numbers = float_decode(value_part, FLOATS[values], count)
+            else:
+                numbers = log_decode(value_part, LOG_BITS[values], count)
         pieces.append((shard, numbers, indices))
     out.zero_()
     _add(out, part, pieces, scale)
+
+
+@contextmanager
+def in_message(which: int) -> Iterator[None]:
+    """A WireError out of this block knows of which message it is."""
+    try:
+        yield
+    except WireError as error:
+        error.which = which
+        raise
 
 
 def check_shard(part: Partition, shard: int, numel: int) -> None:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..models import MODELS
+from .emulate import model_shapes, scaled_shapes
 from .measure import COLUMNS, Bench, Plan, Row
 from .methods import METHODS, pick
 from .summary import table
@@ -66,7 +67,10 @@ def add_plan_options(parser: argparse.ArgumentParser, *, methods: str = "all") -
 def make_plan(options: argparse.Namespace) -> Plan:
     """The plan that options make; raises ValueError where they make none."""
     chosen = {field.name: getattr(options, field.name) for field in fields(Plan)}
-    return Plan(**chosen | {"methods": tuple(pick(options.methods.split(",")))})
+    plan = Plan(**chosen | {"methods": tuple(pick(options.methods.split(",")))})
+    if plan.elements is not None:
+        scaled_shapes(model_shapes(plan.model), plan.elements)  # too few are refused before anything starts
+    return plan
 
 
 def arguments_for(plan: Plan) -> list[str]:

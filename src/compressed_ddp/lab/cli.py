@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
+from pathlib import Path
 
 from ..metrics import amount
 from .bench import add_plan_options, list_methods, make_plan, writer
 from .hosts import Counters, Loopback, Network
-from .launch import LaunchFailed, launch
+from .launch import LaunchFailed, find_program, launch
 from .measure import Plan, Row
 from .methods import TABLE
 from .network import Lab
@@ -74,12 +75,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Compare methods, or run a program; the exit status of the rank that failed first, or 0."""
+    """Compare methods, or run a program; the exit status of the rank that failed first, or 0.
+
+    1 if not one method ran. What can be known to be wrong is refused before the network is built.
+    """
     if options.program:
         stray = [name for name in PLANNED if getattr(options, name) != options.of.get_default(name)]
         if stray:
             flag = f"--{stray[0].replace('_', '-')}"
             raise ValueError(f"{flag} is about comparing methods; a program after -- has flags of its own")
+        find_program(options.program)
+    elif options.out is not None:
+        check_out(Path(options.out))
     plan = make_plan(options)
     with _network(options) as network:
         checked, share = "", None
@@ -93,13 +100,23 @@ def run_command(options: argparse.Namespace) -> int:
         try:
             if options.program:
                 run_program(network, options.program)
-            else:
-                compare(network, plan, share, options.out)
+            elif not compare(network, plan, share, options.out):
+                _say("no method ran; the table says why")
+                return 1
         except LaunchFailed as error:
             _say(str(error))
             code = error.codes[error.first]
             return code if code > 0 else 128 - code
     return 0
+
+
+def check_out(path: Path) -> None:
+    """Raises ValueError unless a file can be written there; it is not touched."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise ValueError(f"--out {path}: there is no folder {folder}; make it, or name another")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"--out {path} cannot be written; name another file")
 
 
 def run_program(network: Network, program: Sequence[str]) -> None:
@@ -111,8 +128,8 @@ def run_program(network: Network, program: Sequence[str]) -> None:
         _say(traffic([end - start for start, end in zip(before, after, strict=True)]))
 
 
-def compare(network: Network, plan: Plan, share: float | None, out: str | None) -> None:
-    """Measure ``plan`` and print the table; rows go to ``out`` as they come."""
+def compare(network: Network, plan: Plan, share: float | None, out: str | None) -> bool:
+    """Measure ``plan`` and print the table; rows go to ``out`` as they come. Whether any method ran."""
     cores = os.cpu_count() or 1
     _say(
         f"{plan.model}; {1e3 * plan.compute:g} ms of compute a step are EMULATED (hosts sleep); what is sent "
@@ -135,6 +152,7 @@ def compare(network: Network, plan: Plan, share: float | None, out: str | None) 
             stack.close()
             if rows:
                 print(table(rows, plan, network.rate), flush=True)
+    return any(not row["failed"] for row in rows)
 
 
 def _network(options: argparse.Namespace) -> Network:
@@ -188,6 +206,14 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 }
 
 
+def check_program(options: argparse.Namespace) -> None:
+    """Raises ValueError unless what stands after ``--`` is a program for a command that runs one."""
+    if options.command != "run":
+        raise ValueError(f"lab {options.command} runs no program: leave out -- {' '.join(options.program)}")
+    if not options.program:
+        raise ValueError("nothing stands after --: name a program, or leave -- out to compare methods")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run a command of the lab; the exit status. What a user can mend is said without a traceback."""
     arguments = list(arguments)
@@ -195,6 +221,8 @@ def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments[:at])
     options.program = arguments[at + 1 :]
     try:
+        if at < len(arguments):
+            check_program(options)
         return COMMANDS[options.command](options)
     except (LabError, ValueError, OSError) as error:
         if os.environ.get("COMPRESSED_DDP_TRACEBACK"):

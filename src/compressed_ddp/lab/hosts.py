@@ -110,22 +110,23 @@ class Network:
         return process
 
     def close(self) -> None:
-        """Kill what still runs and remove everything; nothing happens the second time."""
+        """Kill what still runs and remove everything; once that is done, nothing happens the second time."""
         # A fork of the runner must not take the lab down when it ends.
         if self._owner != os.getpid():
             return
-        with held_back():
-            self._owner = 0
-            atexit.unregister(self.close)
-            try:
+        try:
+            with held_back():
                 for process in self._processes:
                     if process.poll() is None:
                         end_group(process, signal.SIGKILL)
                 self._remove()
+                # Not before: until everything is gone, the end of this process is one more chance.
+                self._owner = 0
+                atexit.unregister(self.close)
                 for process in self._processes:
                     process.wait(10)
-            finally:
-                self._exit.close()
+        finally:
+            self._exit.close()
 
     def __enter__(self: Some) -> Some:
         self._exit.enter_context(termination_unwinds())

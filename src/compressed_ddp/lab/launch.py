@@ -54,12 +54,20 @@ def environment(network: Network, rank: int, port: int) -> dict[str, str]:
     }
 
 
+def find_program(command: Sequence[str]) -> None:
+    """Raises ValueError unless the program of a command is there."""
+    if not command or shutil.which(command[0]) is None:
+        name = command[0] if command else ""
+        raise ValueError(f"command {name!r} cannot be found: name a program, such as: python my_train.py")
+
+
 def launch(
     network: Network,
     command: Sequence[str],
     env: Mapping[str, str] | None = None,
     *,
     listen: Listener | None = None,
+    errors: IO[bytes] | None = None,
     timeout: float | None = None,
 ) -> list[int]:
     """Run ``command`` on every host until all have ended; their exit codes, which are all 0.
@@ -67,21 +75,20 @@ def launch(
     If one fails, the others are ended and LaunchFailed is raised with what the failed one wrote. What
     rank 0 writes goes through; of the others it is kept for that case. ``env`` is added to, and wins
     over, ``environment``. ``listen`` gets each line that rank 0 prints instead, and what it returns (if
-    anything) is written to rank 0's input as a line; it is called in another thread.
+    anything) is written to rank 0's input as a line; it is called in another thread. ``errors``, a file
+    that can be read, gets what rank 0 writes to its standard error; LaunchFailed then quotes it too.
     """
-    if not command or shutil.which(command[0]) is None:
-        name = command[0] if command else ""
-        raise ValueError(f"command {name!r} cannot be found: name a program, such as: python my_train.py")
+    find_program(command)
     port = network.port()
     with ExitStack() as stack:
-        logs: list[IO[bytes]] = []
+        logs: list[IO[bytes] | None] = [errors]
         ranks: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, ranks)
         for rank in range(network.hosts):
             settings = {**environment(network, rank, port), **(env or {})}
             if rank == 0:
                 pipe = subprocess.PIPE if listen else None
-                ranks.append(network.run(rank, command, settings, stdin=pipe, stdout=pipe))
+                ranks.append(network.run(rank, command, settings, stdin=pipe, stdout=pipe, stderr=errors))
                 continue
             log = stack.enter_context(tempfile.TemporaryFile())
             logs.append(log)
@@ -100,7 +107,9 @@ def launch(
             raise conversation.error
         codes = [rank.wait() for rank in ranks]
         if failed:
-            shown = [_report(rank, codes[rank], logs[rank - 1] if rank else None) for rank in failed[:3]]
+            # Where rank 0 was ended because of others, its words may still say more than theirs.
+            quoted = failed[:3] + ([0] if errors is not None and 0 not in failed else [])
+            shown = [_report(rank, codes[rank], logs[rank]) for rank in quoted]
             raise LaunchFailed("\n".join(shown), codes, failed[0])
         return codes
 

@@ -22,7 +22,7 @@ from ..metrics import TIMES
 from ..types import check_ratio
 from .emulate import EmulatedModel, GradientPool, model_shapes, scaled_shapes
 from .methods import METHODS, Settings, pick
-from .run import Figures, MethodRun
+from .run import ONE_BUCKET_MB, Figures, MethodRun
 
 COLUMNS = (
     *("method", "hosts", "elements", "ratio", "compute_ms", "repeat", "steps", "buckets"),
@@ -31,6 +31,11 @@ COLUMNS = (
     *("socket_sent", "socket_received", "kernels", "note", "failed"),
 )
 _TEXT = 400
+
+LONGEST = 1_000_000
+"""Seconds that anything may take; clocks and time-outs of torch's end somewhere above."""
+SEEDS = 1 << 53
+"""Each rank's is made of it, and torch's have 64 bits."""
 
 Row = dict[str, Any]
 Announce = Callable[[Mapping[str, Any]], None]
@@ -62,15 +67,18 @@ class Plan:
     def __post_init__(self) -> None:
         pick(self.methods)
         check_ratio(self.ratio)
-        if not (math.isfinite(self.compute) and self.compute >= 0):
-            raise ValueError(f"compute must be 0 or more seconds, got {self.compute}")
-        for name, least in (("steps", 1), ("warm_up", 3), ("repeats", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("bucket_mb", "timeout", "block_seconds"):
+        if not 0 <= self.compute <= LONGEST:
+            raise ValueError(f"compute must be 0 to {LONGEST:,} seconds, got {self.compute}")
+        for name, least in (("elements", 1), ("steps", 1), ("warm_up", 3), ("repeats", 1)):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        for name, most in (("bucket_mb", ONE_BUCKET_MB), ("timeout", LONGEST), ("block_seconds", LONGEST)):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= most:
+                raise ValueError(f"{name} must be positive and at most {most:,}, got {value}")
+        if abs(self.seed) >= SEEDS:
+            raise ValueError(f"seed must be less than 2**53 either way, got {self.seed}")
 
     def order(self, repeat: int) -> list[str]:
         """The methods of ``repeat``, counted from 1: there and back, so that a drift hits all alike."""

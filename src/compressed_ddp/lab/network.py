@@ -42,6 +42,7 @@ class Lab(Network):
         self.rate = None if rate is None else parse_rate(rate)
         self.shape = None if self.rate is None else Shape.of(self.rate)
         self._mark = secrets.token_hex(4)
+        self._begun = False
 
     @property
     def prefix(self) -> str:
@@ -110,6 +111,7 @@ class Lab(Network):
         lacking = missing()
         if lacking:
             raise LabError(f"no lab here: {lacking}")
+        self._begun = True
         records.record(self.prefix)
         hosts = [self.namespace(host) for host in range(self.hosts)]
         everywhere = [self.switch, *hosts]
@@ -152,7 +154,8 @@ class Lab(Network):
         return "" if self.shape is None else f" gso_max_size {self.shape.gso}"
 
     def _remove(self) -> None:
-        records.remove(self.prefix)
+        if self._begun:  # else it was refused, and whoever may not build may not look for leftovers either
+            records.remove(self.prefix)
 
 
 _STATISTICS = ("-s", "-j", "qdisc", "show")

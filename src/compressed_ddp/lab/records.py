@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ RECORDS = Path("/var/run/compressed-ddp-lab")
 
 NAME = re.compile(r"(cddp-[0-9a-f]{8})-(?:sw|h\d+)")
 PREFIX = re.compile(r"cddp-[0-9a-f]{8}")
+PART = re.compile(r"(cddp-[0-9a-f]{8})\.(\d+)\.part")
+"""A record that is being written, by the process with this number."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def clean() -> list[Cleaned]:
     prefixes = {name.rpartition("-")[0] for name in namespaces()}
     written = {path.name for path in RECORDS.iterdir()} if RECORDS.is_dir() else set()
     prefixes |= {name for name in written if PREFIX.fullmatch(name)}
-    results = []
+    results = _clean_parts(written)
     for prefix in sorted(prefixes):
         try:
             runner = runner_of(prefix)
@@ -145,4 +147,14 @@ def clean() -> list[Cleaned]:
             results.append(Cleaned(prefix, f"removed: {count} namespaces, {killed} processes killed", True))
         except LabError as error:
             results.append(Cleaned(prefix, f"not removed: {error}", False, stuck=True))
+    return results
+
+
+def _clean_parts(written: Iterable[str]) -> list[Cleaned]:
+    """Remove the records whose writer died before they were whole; no lab was built after them."""
+    results = []
+    for match in filter(None, map(PART.fullmatch, sorted(written))):
+        if _started(int(match[2])) is None:
+            (RECORDS / match[0]).unlink(missing_ok=True)
+            results.append(Cleaned(match[1], "removed: a record that was never finished", True))
     return results

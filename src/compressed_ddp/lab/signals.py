@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 def _endings() -> list[signal.Signals]:
@@ -39,12 +40,33 @@ def termination_unwinds() -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Signals that would end this thread wait until the end of the block."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
+    """Signals that would end this process are remembered, and given to it at the end of the block.
+
+    By handlers, because a mask is one thread's own: where there is another thread, the kernel gives the
+    signal to that one, and Python raises in the main thread all the same. By a mask as well, because
+    programs that are started meanwhile inherit it, and Ctrl-C goes to all that a terminal runs.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # nothing is ever raised here
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_endings()})
+    held: list[int] = []
+    before: dict[signal.Signals, Any] = {}
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        held.append(number)
+
+    ends = {signal.SIGINT, *_endings()}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ends) if hasattr(signal, "pthread_sigmask") else None
     try:
+        for number in ends:
+            if (handler := signal.getsignal(number)) is not None:  # else it is not Python's to restore
+                before[number] = handler
+                signal.signal(number, remember)
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what waits is remembered now
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in dict.fromkeys(held):
+            signal.raise_signal(late)

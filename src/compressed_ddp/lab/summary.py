@@ -46,6 +46,9 @@ class Summary:
     """Of a host and step; without the emulation's own if that was measured too (`none`)."""
     sent: float | None
     """Bytes a host and step: at the interface if it has counters, else at the sockets."""
+    codec: float | None = None
+    """Of ``cpu``, what moving bytes does not explain: compressing. None of methods that do not compress, and
+    where `none` or `plain` was not measured beside it."""
     own_cores: float | None = None
     """Computed: the step on machines with their own cores."""
 
@@ -77,8 +80,8 @@ def own_cores(
 
     ``cpu``: seconds of a host and step; ``sent``: its bytes; ``network``: CPU seconds a byte.
     """
-    moving = network * sent
-    codec, wire = max(0.0, cpu - moving), 8 * sent / rate
+    moving, wire = network * sent, 8 * sent / rate
+    codec = _codec(cpu, sent, network)
     total = sum(bucket.elements for bucket in buckets)
     by_size = [bucket.elements / total for bucket in buckets]
     evenly = [1 / len(buckets)] * len(buckets)
@@ -90,6 +93,11 @@ def own_cores(
         )
         for cpus in (by_size, evenly)
     )
+
+
+def _codec(cpu: float, sent: float, network: float) -> float:
+    """CPU that is left when bytes have been moved, at ``network`` a byte."""
+    return max(0.0, cpu - network * sent)
 
 
 def summarise(rows: Sequence[Row], plan: Plan, rate: float | None = None) -> list[Summary]:
@@ -109,7 +117,7 @@ def summarise(rows: Sequence[Row], plan: Plan, rate: float | None = None) -> lis
                 *(mine[0]["compute_ms"], cpu, sent_bytes(mine)),
             )
         )
-    return _with_own_cores(found, rows[0]["hosts"], plan, rate) if rows else []
+    return _with_parts(found, rows[0]["hosts"], plan, rate) if rows else []
 
 
 def sent_bytes(rows: Sequence[Row]) -> float | None:
@@ -126,12 +134,21 @@ def sent_column(rows: Sequence[Row]) -> str | None:
     return None
 
 
-def _with_own_cores(found: list[Summary], hosts: int, plan: Plan, rate: float | None) -> list[Summary]:
+def _with_parts(found: list[Summary], hosts: int, plan: Plan, rate: float | None) -> list[Summary]:
+    """``found`` with what follows from what `plain` spends on a byte, if that is known."""
     by_name = {each.method: each for each in found}
     plain = by_name.get("plain")
-    if rate is None or plain is None or not plain.sent or "none" not in by_name:
+    if plain is None or not plain.sent or "none" not in by_name:
         return found
-    network = 1e-3 * plain.cpu / plain.sent
+    network = plain.cpu / plain.sent
+    found = [
+        each
+        if each.sent is None or each.method in ("none", "plain")
+        else replace(each, codec=_codec(each.cpu, each.sent, network))
+        for each in found
+    ]
+    if rate is None:
+        return found
     several, single = (
         buckets_of(plan.model, plan.elements, plan.bucket_mb, plan.compute, one=one) for one in (False, True)
     )
@@ -142,7 +159,7 @@ def _with_own_cores(found: list[Summary], hosts: int, plan: Plan, rate: float | 
         if each.sent is not None and each.method != "none" and each.method in METHODS:
             buckets = single if METHODS[each.method].one_bucket else several
             cpu = 1e-3 * each.cpu
-            seconds = own_cores(hosts, each.method, cpu, each.sent, rate, buckets, network)
+            seconds = own_cores(hosts, each.method, cpu, each.sent, rate, buckets, 1e-3 * network)
         result.append(replace(each, own_cores=None if seconds is None else 1e3 * seconds))
     return result
 
@@ -153,7 +170,9 @@ def table(rows: Sequence[Row], plan: Plan, rate: float | None = None) -> str:
     plain = found.get("plain")
     computed = any(each.own_cores is not None for each in found.values())
     head = f"{'method':<22}{'step ms':>9}{'spread':>16}{'times':>7}{'effic.':>8}{'sent':>11}{'% plain':>9}"
-    head += f"{'cpu ms':>8}{'exposed':>9}" + (f" | {'computed ms':>11}{'times':>7}" if computed else "")
+    head += f"{'cpu ms':>8}{'codec ms':>10}{'exposed':>9}" + (
+        f" | {'computed ms':>11}{'times':>7}" if computed else ""
+    )
     lines = [head]
     for name in dict.fromkeys(row["method"] for row in rows):
         if name in found:
@@ -161,7 +180,7 @@ def table(rows: Sequence[Row], plan: Plan, rate: float | None = None) -> str:
         else:
             reason = next(row["failed"] for row in rows if row["method"] == name)
             lines.append(f"{name:<22}failed: {reason[:100]}")
-    return "\n".join([*lines, "", *_legend(rows, found, computed)])
+    return "\n".join([*lines, "", *_legend(rows, found, computed)] if found else lines)
 
 
 def _line(each: Summary, plain: Summary | None, computed: bool) -> str:
@@ -169,7 +188,10 @@ def _line(each: Summary, plain: Summary | None, computed: bool) -> str:
     sent = "" if each.sent is None else amount(round(each.sent))
     share = f"{100 * each.sent / plain.sent:.2f}" if plain and plain.sent and each.sent is not None else ""
     line = f"{each.method:<22}{each.step:>9.1f}{f'{each.fastest:.1f}-{each.slowest:.1f}':>16}{times:>7}"
-    line += f"{100 * each.efficiency:>6.1f} %{sent:>11}{share:>9}{each.cpu:>8.1f}{each.exposed:>9.1f}"
+    codec = "-" if each.codec is None else f"{each.codec:.1f}"
+    line += (
+        f"{100 * each.efficiency:>6.1f} %{sent:>11}{share:>9}{each.cpu:>8.1f}{codec:>10}{each.exposed:>9.1f}"
+    )
     if computed:
         own, faster = "", ""
         if each.own_cores is not None:
@@ -190,7 +212,8 @@ def _legend(rows: Sequence[Row], found: dict[str, Summary], computed: bool) -> l
     lines = [
         f"step: median of {repeats} repeats, and the fastest and slowest; times: faster than plain;",
         f"effic.: compute / step; sent: bytes a host and step, {where};",
-        f"cpu: of a host and step{emulation}; exposed: step less compute.",
+        f"cpu: of a host and step{emulation}; codec: of it, what moving bytes as plain does would not take;",
+        "exposed: step less compute.",
     ]
     if computed:
         lines.append(

@@ -26,7 +26,10 @@ def missing() -> str | None:
     if platform.system() != "Linux":
         return f"it needs Linux (network namespaces), and this is {platform.system()}: use a Linux machine"
     if os.geteuid() != 0:
-        return f"it needs root, and this is user {os.geteuid()}: run the same command with sudo"
+        # sudo has a PATH of its own, in which neither an environment's python nor its programs are.
+        return (
+            f'it needs root, and this is user {os.geteuid()}: put `sudo env "PATH=$PATH"` before the command'
+        )
     lost = [name for name in ("ip", "tc") if _find(name) is None]
     if lost:
         return f"{' and '.join(lost)} cannot be found: install iproute2 (apt-get install iproute2)"

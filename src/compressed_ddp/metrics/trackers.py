@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..files import check_own, longer_file, new_file
+
 
 class Tracker(Protocol):
     """Takes figures as training goes. Tags look like ``train/loss`` or ``sync/bytes_sent``."""
@@ -43,6 +45,7 @@ class TensorBoardTracker:
             raise ImportError(
                 "TensorBoard is not installed: pip install 'compressed-ddp[train]', or track without it"
             ) from error
+        check_own(Path(folder), folder=True)
         make: Any = SummaryWriter  # torch has not annotated it
         first = 0 if resume_at is None else resume_at + 1
         self._writer = make(str(folder), purge_step=first, flush_secs=10)
@@ -71,11 +74,13 @@ class _LinesTracker:
     def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
+        check_own(path)
         if resume_at is not None and path.exists():
             self._drop_after(path, resume_at)
-            self._file = path.open("a", encoding="utf-8", newline="")
+            file = longer_file(path)
         else:
-            self._file = path.open("w", encoding="utf-8", newline="")
+            file = new_file(path)
+        self._file = io.TextIOWrapper(file, encoding="utf-8", newline="")
         if self._file.tell() == 0:
             self._write(self.header)
 
@@ -92,7 +97,7 @@ class _LinesTracker:
     def _drop_after(self, path: Path, last: int) -> None:
         """Drop lines of steps after ``last``, and one that was cut short, from the file at once."""
         partial = path.with_name(path.name + ".partial")
-        with path.open("rb") as old, partial.open("wb") as new:
+        with path.open("rb") as old, new_file(partial) as new:
             for number, line in enumerate(old, 1):
                 if not line.endswith(b"\n"):
                     break  # the process died while it wrote this one

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from ..kernels.reference import all_finite
 from ..layout import BucketLayout
 from ..types import Slot
+
+_DOWN = 2.0**-80
+"""Scales any float32 so far down that the squares of a whole bucket can be added up."""
 
 
 class Memory(NamedTuple):
@@ -30,7 +34,7 @@ class SplitOptimizer(torch.optim.Optimizer):
     ``GradientSync.state_dict``.
     """
 
-    memories: ClassVar[tuple[str, ...]] = ()
+    memories: tuple[str, ...] = ()
     """Names of what ``local_`` remembers, each as large as the model; zeros at first."""
 
     masking: bool = False
@@ -51,9 +55,16 @@ class SplitOptimizer(torch.optim.Optimizer):
         self.world_size = 1
         self._group_of: dict[str, int] = {}
         self._numel = 0
+        self._laid: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
 
-    def join(self, parameters: Mapping[str, Tensor], world_size: int = 1) -> None:
-        """Learn the parameters' names and the number of workers; ``attach`` calls it."""
+    def join(
+        self, parameters: Mapping[str, Tensor], world_size: int = 1, *, memory_order: bool = False
+    ) -> None:
+        """Learn the parameters' names and the number of workers; ``attach`` calls it.
+
+        ``memory_order``: in buckets a gradient lies as its parameter does in memory (DDP's do), which
+        differs from the order of its indices with channels last.
+        """
         groups = {id(p): at for at, group in enumerate(self.param_groups) for p in group["params"]}
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         missing = [name for name, p in trained.items() if id(p) not in groups]
@@ -65,6 +76,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         self._group_of = {name: groups[id(p)] for name, p in trained.items()}
         self._numel = sum(p.numel() for p in trained.values())
         self.world_size = world_size
+        self._laid = {name: (p, _strides(p, memory_order)) for name, p in trained.items()}
 
     def describe(self) -> dict[str, Any]:
         """What must be equal on all workers."""
@@ -82,8 +94,8 @@ class SplitOptimizer(torch.optim.Optimizer):
         gradient = bucket.to(torch.float32)
         if self.max_norm is not None:
             limit = self.max_norm * self.slack() * math.sqrt(layout.numel / self._numel)
-            # Without a look at the norm from here: that would wait for the device.
-            gradient *= (limit / gradient.norm()).clamp(max=1.0)
+            gradient *= _shrinking(gradient, limit)
+        self._penalise_(layout, gradient)
         for start, stop, options, before in self._runs(layout, taken):
             mine = {name: Memory(slot.old[start:stop], slot.new[start:stop]) for name, slot in slots.items()}
             self.local_(gradient[start:stop], mine, options, before)
@@ -95,6 +107,10 @@ class SplitOptimizer(torch.optim.Optimizer):
     def slack(self) -> float:
         """How much larger than ``max_norm`` one worker's gradient may be."""
         return 1.0
+
+    def penalty(self, options: Mapping[str, Any]) -> float:
+        """How much of its weights a worker adds to its clipped gradient, for parameters of such a group."""
+        return 0.0
 
     def local_(
         self, gradient: Tensor, memory: Mapping[str, Memory], options: Mapping[str, Any], taken: int
@@ -136,6 +152,14 @@ class SplitOptimizer(torch.optim.Optimizer):
             torch._foreach_mul_(parameters, 1.0 - options["lr"] * options["weight_decay"])
         torch._foreach_sub_(parameters, means)
 
+    def _penalise_(self, layout: BucketLayout, gradient: Tensor) -> None:
+        for name, (start, stop) in zip(layout.names, pairwise(layout.offsets), strict=True):
+            share = self.penalty(self.param_groups[self._group_of[name]])
+            if share:
+                weights, strides = self._laid[name]
+                part = gradient[start:stop].as_strided(weights.shape, strides)
+                part.add_(weights.detach(), alpha=share)
+
     def _runs(
         self, layout: BucketLayout, taken: Sequence[int]
     ) -> Iterator[tuple[int, int, Mapping[str, Any], int]]:
@@ -146,6 +170,25 @@ class SplitOptimizer(torch.optim.Optimizer):
             if at + 1 == len(kinds) or kinds[at + 1] != (group, steps):
                 yield layout.offsets[start], layout.offsets[at + 1], self.param_groups[group], steps
                 start = at + 1
+
+
+def _shrinking(gradient: Tensor, limit: float) -> Tensor:
+    """The factor that brings ``gradient`` down to the norm ``limit``; 1 where it is no larger.
+
+    Without a look at the norm from here: that would wait for the device.
+    """
+    norm = gradient.norm()
+    # Squares of large finite entries are infinite, and so would be the norm: a factor of 0, for a step
+    # that counts. A power of two changes nothing else.
+    scaled = (gradient * _DOWN).norm()
+    return torch.where(norm.isfinite(), limit / norm, limit * _DOWN / scaled).clamp(max=1.0)
+
+
+def _strides(parameter: Tensor, memory_order: bool) -> tuple[int, ...]:
+    """How a gradient of ``parameter`` lies in its part of a bucket, as DDP does it."""
+    ours = parameter.stride()
+    dense = memory_order and torch.empty_like(parameter, device="meta").stride() == ours
+    return ours if dense else torch.empty(parameter.shape, device="meta").stride()
 
 
 def _plain(option: Any) -> Any:

@@ -70,15 +70,15 @@ def good(rows: Iterable[Row]) -> list[Row]:
 
 def whole_model(rows: Iterable[Row]) -> tuple[list[Row], list[int]]:
     """Good rows of the largest model at one rate, and with how many hosts: the rate that most numbers of
-    hosts were measured at, 1 Gbit/s among equals."""
+    hosts were measured at, 1 Gbit/s (what a dilated run stands for) among equals."""
     found = good(rows)
     largest = max((row["elements"] for row in found), default=None)
-    by_rate: dict[float | None, list[Row]] = {}
+    by_rate: dict[float, list[Row]] = {}
     for row in found:
         if row["elements"] == largest:
-            by_rate.setdefault(row["rate_bits"], []).append(row)
+            by_rate.setdefault(setting_of(row).rate_bits, []).append(row)
 
-    def hosts(rate: float | None) -> list[int]:
+    def hosts(rate: float) -> list[int]:
         return sorted({int(row["hosts"]) for row in by_rate[rate]})
 
     if not by_rate:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from html import escape
 
 NONE = "-"
-MARKS = "¹²³⁴⁵"
-"""Of notes below a table; see ``Notes``."""
+DIGITS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+"""Of the marks of notes below a table; see ``Notes``."""
 LONGEST = 32
 """Characters of a cell that stays on one line."""
 
@@ -25,10 +25,14 @@ class Notes:
             return ""
         if note not in self._found:
             self._found.append(note)
-        return MARKS[self._found.index(note)]
+        return _mark(self._found.index(note) + 1)
 
     def lines(self) -> tuple[str, ...]:
-        return tuple(f"{mark} {note}" for mark, note in zip(MARKS, self._found, strict=False))
+        return tuple(f"{_mark(number)} {note}" for number, note in enumerate(self._found, 1))
+
+
+def _mark(number: int) -> str:
+    return "".join(DIGITS[int(digit)] for digit in str(number))
 
 
 def share(part: float | None, whole: float | None, times: float = 1.0, form: str = "{:.2f}") -> str:

@@ -77,14 +77,21 @@ def steps(table: Table) -> Grid | None:
             share(plain.step if plain else None, each.step),
             f"{100 * each.efficiency:.1f}",
             f"{each.cpu:.1f}",
+            NONE if each.codec is None else f"{each.codec:.1f}",
             f"{each.exposed:.1f}",
             amount(None if each.sent is None else round(each.sent)),
             share(each.sent, plain.sent if plain else None, 100),
         ]
         lines.append([*line, own_cores(each, plain)] if computed else line)
     head = [
-        *("method", "step, ms (least to most)", "times faster", "efficiency, %", "CPU, ms", "exposed, ms"),
-        *("sent by a host", "% of plain", *([COMPUTED] if computed else [])),
+        *("method", "step, ms (least to most)", "times faster", "efficiency, %", "CPU, ms"),
+        *(
+            "compression CPU, ms",
+            "exposed, ms",
+            "sent by a host",
+            "% of plain",
+            *([COMPUTED] if computed else []),
+        ),
     ]
     failed = [row["method"] for row in of(table.rows, setting) if row["failed"] and row["method"]]
     lines += [
@@ -109,7 +116,8 @@ def _caption(setting: Setting, rows: Sequence[Row], found: dict[str, Summary], c
     words = (
         f"{setting.model}, {setting}, {setting.compute_ms:g} ms of emulated compute; medians of {repeats} "
         "repeats. A step is as long as its slowest host's; efficiency: compute by step; exposed: step less "
-        f"compute; CPU: of a host and step{floor}"
+        f"compute; CPU: of a host and step{floor}; compression CPU: of that, what remains when bytes are "
+        "moved at plain DDP's price a byte"
     )
     return words + ("; computed, not measured: hosts that share no cores" if computed else "")
 
@@ -209,10 +217,13 @@ def traffic(table: Table) -> Grid | None:
         mark = notes.mark(note_of(row for row in rows if row["method"] == method))
         lines.append([title(method) + mark, *cells, _growth(found.get(4), found.get(16))])
     head = ("method", *(f"{n} hosts" for n in hosts), "4 to 16 hosts")
+    where = settings(rows)[0]
     caption = (
-        f"Sent by a host in a step (share of plain DDP's), {millions(rows[0]['elements'])} elements, "
-        f"all at {settings(rows)[0].rate}"
+        f"Sent by a host in a step (share of plain DDP's), {millions(where.elements)} elements, "
+        f"all at {where.rate}"
     )
+    if where.dilation != 1:
+        caption += f", dilated {where.dilation:g} times: bytes are those that really went"
     return Grid(caption, head, lines, notes=notes.lines())
 
 

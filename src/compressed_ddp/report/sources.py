@@ -63,8 +63,7 @@ _LAB = _columns(
 )
 _SCALABILITY = "python experiments/scalability_analysis.py --hosts 2,4,8,16 --rates 100mbit,1gbit,10gbit"
 _TRAIN = "python experiments/benchmark_training.py"
-_ROWS = "results/scalability_analysis.csv results/scalability_dilated.csv"
-_MODEL = f"python experiments/cost_model.py --rows {_ROWS}"
+_MODEL = "python experiments/cost_model.py"
 _ALL = (
     Source("scalability_analysis", _SCALABILITY, _LAB),
     Source("scalability_dilated", f"{_SCALABILITY} --dilate 10", _LAB),

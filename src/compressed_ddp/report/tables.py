@@ -146,7 +146,7 @@ def model_parameters(table: Table) -> Grid:
 
 
 def break_even(table: Table) -> Grid | None:
-    """By number of workers: up to which rate the best of ours is faster than dense."""
+    """By number of workers: the fastest rate of the map at which the best of ours is faster than dense."""
     lines = []
     for workers in sorted({row["workers"] for row in table.rows}):
         gains: dict[float, float] = {}
@@ -160,10 +160,20 @@ def break_even(table: Table) -> Grid | None:
         lines.append(
             [
                 f"{workers:,.0f} workers",
-                rate_title(max(winning)) if winning else "nowhere",
+                _last(winning, gains) if winning else "nowhere",
                 f"{gains[best]:.1f} at {rate_title(best)}",
                 f"{gains[max(gains)]:.2f} at {rate_title(max(gains))}",
             ]
         )
-    head = ("", "wins up to", "most, times faster", "at the fastest network, times")
+    head = (
+        *("", "wins at the map's rates up to (the next one)"),
+        *("most, times faster", "at the fastest network, times"),
+    )
     return Grid("Computed by the cost model, not measured", head, lines) if lines else None
+
+
+def _last(winning: Sequence[float], rates: Iterable[float]) -> str:
+    """The fastest rate that wins, and the one after it: where between them it ends, the map does not say."""
+    last = max(winning)
+    after = min((rate for rate in rates if rate > last), default=None)
+    return rate_title(last) + ("" if after is None else f" (not at {rate_title(after)})")

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..files import new_file
 from .place import Place
 from .reading import state_from
 
@@ -32,6 +33,10 @@ _LARGEST_MANIFEST = 2**24
 
 class CheckpointError(RuntimeError):
     """A checkpoint that could not be written, found or read; the message has the way out."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not as it was written."""
 
 
 def rank_file(rank: int) -> str:
@@ -182,23 +187,29 @@ def run_of(checkpoint: Path) -> Path:
 
 def read(checkpoint: Path, file: str) -> dict[str, Any]:
     """One file of ``checkpoint``, its size and hash compared with the manifest; on the CPU."""
+    data = checked_bytes(checkpoint, file)
+    try:
+        return state_from(data)
+    except ValueError as error:
+        raise _damaged(checkpoint, f"{file} is not a state: {error}") from error
+
+
+def checked_bytes(checkpoint: Path, file: str) -> bytes:
+    """The bytes of a file of ``checkpoint``; DamagedError unless they are those that were written."""
     entry = manifest_of(checkpoint)["files"].get(file)
     path = checkpoint / file
     try:
         if entry is None:
-            raise CheckpointError(f"its manifest does not know {file}")
+            raise _damaged(checkpoint, f"its manifest does not know {file}")
         size = path.stat().st_size if path.is_file() else 0
         if size != entry["bytes"]:
-            raise CheckpointError(f"{file} has {size:,} bytes, not {entry['bytes']:,}")
+            raise _damaged(checkpoint, f"{file} has {size:,} bytes, not {entry['bytes']:,}")
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
-            raise CheckpointError(f"{file} has another SHA-256 than when it was written")
-        try:
-            return state_from(data)
-        except ValueError as error:
-            raise CheckpointError(f"{file} is not a state: {error}") from error
-    except (CheckpointError, OSError) as error:
-        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {error}{_others(checkpoint)}") from error
+            raise _damaged(checkpoint, f"{file} has another SHA-256 than when it was written")
+        return data
+    except OSError as error:
+        raise _damaged(checkpoint, str(error)) from error
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
@@ -219,10 +230,12 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
             if type(files[name]["bytes"]) is not int or not isinstance(files[name]["sha256"], str):
                 raise ValueError(f"{name} has no size and hash")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"checkpoint {checkpoint} is damaged: {MANIFEST} cannot be read ({error!r}){_others(checkpoint)}"
-        ) from error
+        raise _damaged(checkpoint, f"{MANIFEST} cannot be read ({error!r})") from error
     return dict(manifest)
+
+
+def _damaged(checkpoint: Path, how: str) -> DamagedError:
+    return DamagedError(f"checkpoint {checkpoint} is damaged: {how}{_others(checkpoint)}")
 
 
 def _others(checkpoint: Path) -> str:
@@ -264,8 +277,8 @@ def _write(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flush(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``, and to the disk itself."""
-    with path.open("wb") as file:
+    """Write ``data`` to a new file at ``path``, and to the disk itself."""
+    with new_file(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

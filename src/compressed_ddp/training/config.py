@@ -67,6 +67,9 @@ class Optimisation:
     """Learning rate. Default: 0.05 for sgd, 0.001 for adam and adamw, 0.0005 for rmsprop."""
     momentum: float = 0.9
     """For sgd and rmsprop."""
+    beta1: float | None = None
+    """For adam and adamw: what their first moment keeps from step to step, in [0, 1). Default: 0.9, and 0,
+    which is none, where they begin before compression (split_optimizer)."""
     nesterov: bool = False
     """For sgd: Nesterov momentum."""
     weight_decay: float = 0.0
@@ -77,7 +80,9 @@ class Optimisation:
     warmup: float = 0.0
     """Epochs over which the learning rate rises from zero."""
     clip_norm: float | None = None
-    """Scale the averaged gradient down to this norm where it is larger."""
+    """Scale the averaged gradient down to this norm where it is larger. Where the optimizer begins before
+    compression (split_optimizer, momentum_correction): each worker its own gradient, each bucket to its share
+    of the norm; with local_steps: each worker its own."""
     precision: Precision = "fp32"
     """What forward and backward compute in; weights, residuals and sums stay fp32."""
     channels_last: bool = False
@@ -103,6 +108,12 @@ class Optimisation:
             raise ValueError(f"target_accuracy is in percent, at most 100; got {self.target_accuracy}")
         if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
             raise ValueError("nesterov needs optimizer sgd and a momentum above 0")
+        if self.beta1 is not None and self.optimizer not in ADAMS:
+            raise ValueError(
+                f"beta1 {self.beta1:g} is of adam and adamw; {self.optimizer} has momentum: leave beta1 out"
+            )
+        if self.beta1 is not None and not 0 <= self.beta1 < 1:
+            raise ValueError(f"beta1 must be in [0, 1), got {self.beta1}; 0 for no first moment")
         if self.lr is None:
             object.__setattr__(self, "lr", LEARNING_RATES[self.optimizer])
 
@@ -163,8 +174,12 @@ class Compress:
     compress: bool = False
     """Compress gradients, as the settings below say. Otherwise: plain DistributedDataParallel."""
     split_optimizer: bool | None = None
-    """adam, adamw: each worker divides by its own second moment before compression, and there is no first
-    one. Default: where entries wait in a residual, because there the usual order loses much."""
+    """adam, adamw: each worker divides by its own second moment before compression, and what is compressed is
+    the update; a first moment is in it only with beta1. Default: where entries wait in a residual, because
+    there the usual order loses much."""
+    freeze_after: int | None = None
+    """With split_optimizer: each worker's second moment stays as it is after this many steps; with beta1 0.9
+    momentum is compressed then, as by 1-bit Adam. Default: never."""
     momentum_correction: bool = False
     """sgd: each worker adds its momentum before compression, and there is none behind it; clip_norm then
     clips each worker's own gradient."""
@@ -177,6 +192,7 @@ class Compress:
     """Epochs in which more is sent, as ratio_schedule says."""
 
     def __post_init__(self) -> None:
+        _at_least("freeze_after", self.freeze_after, 1)
         if not 0 <= self.ratio_warmup < float("inf"):
             raise ValueError(f"ratio_warmup must be 0 or more, got {self.ratio_warmup}")
         if (self.ratio_schedule == "constant") != (self.ratio_warmup == 0):
@@ -238,6 +254,12 @@ class TrainConfig:
             self.optimisation.optimizer == "sgd" and self.optimisation.momentum
         ):
             raise ValueError("momentum_correction needs optimizer sgd and a momentum above 0")
+        if self.switch.freeze_after is not None and not (self.split and self.optimisation.optimizer in ADAMS):
+            raise ValueError(
+                f"freeze_after {self.switch.freeze_after} is for SplitAdam: optimizer adam or adamw with "
+                "compress, without local_steps, with split_optimizer true where it is not the default. Leave "
+                "it out otherwise"
+            )
         if self.compress and self.switch.ratio_warmup and not from_config(self.compression).sparse:
             raise ValueError(
                 f"ratio_schedule with compressor {self.compression.compressor}, which sends every entry: use "

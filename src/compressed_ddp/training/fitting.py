@@ -55,8 +55,9 @@ def check_rank(state: Mapping[str, Any], trainer: Trainer, path: Path) -> None:
         for name, random in state["random"].items():
             if not isinstance(random, Tensor) or random.dtype != torch.uint8:
                 raise ValueError(f"random state {name!r} is not a tensor of bytes")
-        if state["random"]["cpu"].numel() != torch.get_rng_state().numel():
+        if state["random"]["cpu"].shape != torch.get_rng_state().shape:
             raise ValueError("random state 'cpu' has another length than torch's own")
+        _check_random(state["random"], trainer.place.device)
 
 
 @contextmanager
@@ -117,6 +118,16 @@ def _check_optimizer(found: Mapping[str, Any], trainer: Trainer) -> None:
                 )
             if isinstance(value, Tensor) and not value.is_floating_point():
                 raise ValueError(f"optimizer: {name!r} of parameter {at} is {_kind(value)}")
+
+
+def _check_random(found: Mapping[str, Tensor], device: torch.device) -> None:
+    """Whether a generator like those of this worker takes them; tried on one of its own."""
+    for name, where in (("cpu", torch.device("cpu")), (device.type, device)):
+        try:
+            if name in found:
+                torch.Generator(where).set_state(found[name])
+        except RuntimeError as error:
+            raise ValueError(f"random state {name!r} is none of torch's: {error}") from error
 
 
 def _check_position(found: Mapping[str, Any], names: set[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ..files import check_own
 from .checkpoint import Checkpoints, find, flush, point, run_of
 from .config import TrainConfig
 from .place import job_id, restarts
@@ -28,12 +29,20 @@ def choose_folder(config: TrainConfig) -> Path:
         return folder
     if restarts():
         for path in Path(running.runs).glob(f"*/{JOB}"):
-            mine = not path.parent.is_symlink() and json.loads(path.read_text()).get("job") == job_id()
-            if mine:
+            if not path.parent.is_symlink() and _job_of(path) == job_id():
                 return path.parent
     if running.resume == "auto":
         raise ValueError("--resume auto needs --run-dir: which run should go on?")
     return new_folder(config) if running.resume is None else run_of(find(Path(running.resume)))
+
+
+def _job_of(path: Path) -> object:
+    """The job that wrote ``path``; None if it is a file of something else."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found.get("job") if isinstance(found, dict) else None
 
 
 def _goes_on_in(folder: Path, resume: str | None) -> bool:
@@ -55,12 +64,19 @@ def new_folder(config: TrainConfig) -> Path:
             folder = folder.with_name(f"{name}-{n}")
 
 
-def start_from(config: TrainConfig, folder: Path) -> Path | None:
-    """The checkpoint to go on from, if there is one to."""
+def start_from(config: TrainConfig, folder: Path) -> list[Path]:
+    """The checkpoints to go on from, if there are any: the first of them that is whole.
+
+    Several where nobody named one. ValueError if the folder's parts lead out of it.
+    """
+    for name in ("checkpoints", "tensorboard"):
+        check_own(folder / name, folder=True)
+    for name in ("metrics.csv", "metrics.jsonl"):
+        check_own(folder / name)
     own = Checkpoints(folder / "checkpoints", 1).all()
     if own and (restarts() or config.running.resume == "auto"):
-        return own[-1]
-    return find(Path(config.running.resume)) if config.running.resume not in (None, "auto") else None
+        return own[::-1]
+    return [find(Path(config.running.resume))] if config.running.resume not in (None, "auto") else []
 
 
 def place_folder(config: TrainConfig, folder: Path) -> None:

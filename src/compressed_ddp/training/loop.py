@@ -76,8 +76,14 @@ class Trainer:
         if settings.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         torch.manual_seed(seed_of(settings.seed, place.rank))  # dropout of its own on each
-        masking = config.switch.momentum_masking
-        self.optimizer = make_optimizer(settings, self.model, split=config.split, masking=masking)
+        switch = config.switch
+        self.optimizer = make_optimizer(
+            settings,
+            self.model,
+            split=config.split,
+            masking=switch.momentum_masking,
+            freeze=switch.freeze_after,
+        )
         self.halves = self.optimizer if isinstance(self.optimizer, SplitOptimizer) else None
         self.ddp, self.sync = self._synchronised()
         self.ratio = ratio_schedule(config.switch, self.sync.ratio)

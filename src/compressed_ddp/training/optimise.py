@@ -41,9 +41,17 @@ def ratio_schedule(settings: Compress, ratio: float) -> Schedule:
 
 
 def make_optimizer(
-    settings: Optimisation, model: nn.Module, *, split: bool = False, masking: bool = True
+    settings: Optimisation,
+    model: nn.Module,
+    *,
+    split: bool = False,
+    masking: bool = True,
+    freeze: int | None = None,
 ) -> torch.optim.Optimizer:
-    """torch's own, as the settings say; or, ``split``, the one that begins before compression."""
+    """torch's own, as the settings say; or, ``split``, the one that begins before compression.
+
+    ``masking`` and ``freeze`` are for those: SplitSGD's and SplitAdam's.
+    """
     rate, decay, parameters = settings.rate, settings.weight_decay, model.parameters()
     if split and settings.optimizer == "sgd":
         return SplitSGD(
@@ -56,7 +64,15 @@ def make_optimizer(
             max_norm=settings.clip_norm,
         )
     if split:
-        return SplitAdam(parameters, rate, weight_decay=decay, max_norm=settings.clip_norm)
+        return SplitAdam(
+            parameters,
+            rate,
+            weight_decay=decay,
+            max_norm=settings.clip_norm,
+            beta1=settings.beta1 or 0.0,
+            freeze=freeze,
+            decoupled_weight_decay=settings.optimizer == "adamw",
+        )
     if settings.optimizer == "sgd":
         return torch.optim.SGD(
             parameters, rate, momentum=settings.momentum, weight_decay=decay, nesterov=settings.nesterov
@@ -64,4 +80,5 @@ def make_optimizer(
     if settings.optimizer == "rmsprop":
         return torch.optim.RMSprop(parameters, rate, momentum=settings.momentum, weight_decay=decay)
     kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
-    return kind(parameters, rate, weight_decay=decay)
+    beta1 = 0.9 if settings.beta1 is None else settings.beta1
+    return kind(parameters, rate, betas=(beta1, 0.999), weight_decay=decay)

@@ -99,6 +99,8 @@ class Place:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
+        if self.roll is not None:
+            self.roll.look()
         try:
             yield
         except RuntimeError as error:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import zipfile
 from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .records import check_state, records_of
 
 _DEEPEST = 32
 """Nothing that we save is nested as deep."""
@@ -23,7 +24,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 def state_from(data: bytes) -> dict[str, Any]:
     """What torch.save made ``data`` of, a dictionary, on the CPU; ValueError if it is anything else."""
-    _check_records(data)
+    check_state(records_of(data))
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -37,22 +38,6 @@ def state_from(data: bytes) -> dict[str, Any]:
         raise ValueError(f"it holds a {type(state).__name__}, not a dictionary")
     _check_plain(state, 0)
     return state
-
-
-def _check_records(data: bytes) -> None:
-    """Raises ValueError unless ``data`` is an archive as torch.save writes it: unpacked, each name once."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            records = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        raise ValueError(f"it is not a file that torch.save wrote ({error})") from error
-    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise ValueError("it has packed records, which torch.save does not write")
-    if len({record.filename for record in records}) < len(records):
-        raise ValueError("it has two records of one name")
-    claimed = sum(record.file_size for record in records)
-    if claimed > len(data):
-        raise ValueError(f"its records claim {claimed:,} bytes, the file has {len(data):,}")
 
 
 def _check_plain(value: Any, depth: int) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,9 @@ from .folder import SUMMARY, choose_folder, place_folder, start_from, write_text
 from .loop import Trainer
 from .place import Place, joined, restarts
 from .progress import Progress
-from .state import restore
+from .state import first_whole, restore
+
+logger = logging.getLogger("compressed_ddp")
 
 # What may differ from worker to worker.
 _OWN = {
@@ -53,8 +60,11 @@ def work(config: TrainConfig, place: Place) -> dict[str, Any]:
     )
     tracker: Tracker = Trackers([])
     try:
-        found = place.together("finding the run's folder", lambda: begin(config) if place.main else ("", ""))
-        folder, resumed = Path(place.say(found[0])), place.say(found[1])
+        found = place.together(
+            "finding the run's folder", lambda: begin(config) if place.main else ("", "[]")
+        )
+        folder, starts = Path(place.say(found[0])), json.loads(place.say(found[1]))
+        resumed = str(first_whole([Path(start) for start in starts], place)) if starts else ""
         if resumed:
             restore(trainer, Path(resumed))
         step = trainer.at.step if resumed else None
@@ -77,11 +87,26 @@ def work(config: TrainConfig, place: Place) -> dict[str, Any]:
         cause = trainer.sync.error
         if cause is None or cause is error:
             raise
-        raise SyncError(str(cause)) from error
+        if not isinstance(cause, SyncError):
+            raise SyncError(str(cause)) from error
+        raise SyncError(str(cause), phase=cause.phase, bucket=cause.bucket, ranks=cause.ranks) from error
     finally:
-        progress.close()
-        tracker.close()
-        trainer.sync.close()
+        close_all(progress.close, tracker.close, trainer.sync.close)
+
+
+def close_all(*closers: Callable[[], object]) -> None:
+    """Call all of them, whatever becomes of one; while an error is on its way, others are only logged."""
+    failing = sys.exc_info()[0] is not None
+    with ExitStack() as stack:
+        for close in reversed(closers):
+            stack.callback(partial(_quietly, close) if failing else close)
+
+
+def _quietly(close: Callable[[], object]) -> None:
+    try:
+        close()
+    except Exception:
+        logger.exception("closing after an error failed as well")
 
 
 def agree(config: TrainConfig, place: Place) -> None:
@@ -111,9 +136,9 @@ def load_data(config: TrainConfig) -> data.Dataset:
 
 
 def begin(config: TrainConfig) -> tuple[str, str]:
-    """The run's folder, and the checkpoint to go on from or nothing."""
+    """The run's folder, and a list of the checkpoints to go on from, as JSON."""
     folder = choose_folder(config)
-    return str(folder), str(start_from(config, folder) or "")
+    return str(folder), json.dumps([str(path) for path in start_from(config, folder)])
 
 
 # --- what rank 0 says --------------------------------------------------------------------------

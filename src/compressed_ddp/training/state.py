@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +16,12 @@ from ..error_feedback import reshard_states
 from ..metrics import StepRecord
 from . import checkpoint
 from .fitting import check_rank, check_shared
+from .place import Place
 
 if TYPE_CHECKING:
     from .loop import Trainer
+
+logger = logging.getLogger("compressed_ddp")
 
 
 def shared_state(trainer: Trainer) -> dict[str, Any]:
@@ -43,6 +48,30 @@ def rank_state(trainer: Trainer) -> dict[str, Any]:
         "buffers": {name: buffer.clone() for name, buffer in trainer.model.named_buffers()},
         "random": _random_state(trainer.place.device),
     }
+
+
+def first_whole(paths: Sequence[Path], place: Place) -> Path:
+    """The first of ``paths`` that is as it was written, or the last if none is; all workers together.
+
+    Each worker looks at what it would read, so it takes no longer than to read it.
+    """
+    for path, older in pairwise(paths):
+        damage = ""
+        try:
+            world = int(checkpoint.manifest_of(path)["world_size"])
+            ranks = [place.rank] if world == place.world_size else range(world)
+            for file in (checkpoint.SHARED, *map(checkpoint.rank_file, ranks)):
+                checkpoint.checked_bytes(path, file)
+        except checkpoint.DamagedError as error:
+            damage = str(error)
+        except checkpoint.CheckpointError:
+            pass  # nothing is wrong with it but that this release cannot read it: whoever does will say so
+        found = place.gather(bytes([bool(damage)]), f"looking at checkpoint {path}")
+        if not any(row[0] for row in found):
+            return path
+        if [row[0] for row in found].index(1) == place.rank:
+            logger.warning("%s; going on from %s", damage.partition("; --resume")[0], older)
+    return paths[-1]
 
 
 def restore(trainer: Trainer, path: Path) -> None:

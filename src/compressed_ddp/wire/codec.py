@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -126,20 +127,21 @@ class MessageCodec:
                 f"a message is a contiguous row of uint8, not {message.dtype} of shape "
                 f"{tuple(message.shape)} and strides {message.stride()}"
             )
-        if message.numel() != self.nbytes(numel, k, dense):
-            raise WireError(
-                f"message from rank {stamp.sender} has {message.numel()} bytes, "
-                f"expected {self.nbytes(numel, k, dense)}"
-            )
-        header = Header.unpack(bytes(message[:HEADER_BYTES].tolist()))
-        header.check(self._header(stamp, numel, k, dense))
-        if header.checksum != _checksum(message):
-            raise WireError(f"message from rank {stamp.sender} is damaged: its checksum does not match")
-        cuts = self._cuts(numel, k, header.count, dense)
-        finite = not header.flags & NOT_FINITE
-        small = torch.empty(0, device=message.device)
-        if dense and finite:
-            small = self.values.decode(message[cuts[3] : cuts[4]], dense)
+        with _sent_by(stamp):
+            if message.numel() != self.nbytes(numel, k, dense):
+                raise WireError(
+                    f"message from rank {stamp.sender} has {message.numel()} bytes, "
+                    f"expected {self.nbytes(numel, k, dense)}"
+                )
+            header = Header.unpack(bytes(message[:HEADER_BYTES].tolist()))
+            header.check(self._header(stamp, numel, k, dense))
+            if header.checksum != _checksum(message):
+                raise WireError(f"message from rank {stamp.sender} is damaged: its checksum does not match")
+            cuts = self._cuts(numel, k, header.count, dense)
+            finite = not header.flags & NOT_FINITE
+            small = torch.empty(0, device=message.device)
+            if dense and finite:
+                small = self.values.decode(message[cuts[3] : cuts[4]], dense)
         indices, values = message[cuts[0] : cuts[1]], message[cuts[1] : cuts[2]]
         return Opened(finite, indices, values, numel, k, header.count, small, stamp)
 
@@ -150,8 +152,9 @@ class MessageCodec:
         if not opened.finite:
             nothing = torch.empty(0, device=values.device)
             return Payload(nothing, nothing.to(torch.int64), shape)
-        at = self.indices.decode(indices, numel, k, count, stamp)
-        return Payload(self.values.decode(values, count), at, shape)
+        with _sent_by(stamp):
+            at = self.indices.decode(indices, numel, k, count, stamp)
+            return Payload(self.values.decode(values, count), at, shape)
 
     def sum_(
         self, out: Tensor, part: Partition, messages: Sequence[tuple[int, Opened]], scale: float
@@ -165,7 +168,12 @@ class MessageCodec:
             coded = [
                 CodedEntries(shard, m.indices, m.values, m.numel, m.room, m.entries) for shard, m in messages
             ]
-            kernels.sum_coded_(out, part, coded, self.values.code, scale)
+            try:
+                kernels.sum_coded_(out, part, coded, self.values.code, scale)
+            except WireError as error:
+                if error.which is not None:
+                    error.sender = messages[error.which][1].stamp.sender
+                raise
         else:
             payloads = [(shard, self.read(message)) for shard, message in messages]
             pieces = [(shard, payload.values, payload.indices) for shard, payload in payloads]
@@ -191,6 +199,16 @@ class MessageCodec:
         """Write the header, then the checksum over everything else."""
         _write(message, 0, header.pack())
         _write(message, CHECKSUM_AT, _checksum(message).to_bytes(4, "little"))
+
+
+@contextmanager
+def _sent_by(stamp: Stamp) -> Iterator[None]:
+    """A WireError out of this block knows who sent the message."""
+    try:
+        yield
+    except WireError as error:
+        error.sender = stamp.sender
+        raise
 
 
 def _write(message: Tensor, at: int, data: bytes) -> None:

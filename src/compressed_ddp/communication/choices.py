@@ -1,0 +1,57 @@
+"""What a configuration leaves open is chosen, and what it asks for and cannot be is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..compression import BaseCompressor
+from ..types import CompressionConfig, check_ratio, unknown_name
+from .lanes import COLLECTIVES
+
+
+def resolve(config: CompressionConfig, compressor: BaseCompressor) -> CompressionConfig:
+    """``config`` with every choice made; raises ValueError where it asks for what cannot be."""
+    asked = f"error_feedback={config.error_feedback}"
+    feedback = compressor.feedback(config.error_feedback)
+    if config.memory != "ef":
+        asked = f"memory={config.memory!r}"
+        if config.error_feedback is False:
+            raise ValueError(
+                f"{asked} is a kind of error feedback, and that is off: leave memory or error_feedback out"
+            )
+        feedback = True
+    if feedback and not compressor.contraction:
+        raise ValueError(
+            f"{asked} with {compressor.name!r}: its error can exceed the signal, so the residual would grow "
+            f"without bound. It is unbiased and works without: leave {asked.split('=')[0]} out"
+        )
+    if config.adapt_every and not (feedback and config.memory == "ef" and compressor.adapts):
+        raise ValueError(
+            f"adapt_every={config.adapt_every} needs topk with error feedback (memory='ef'): it distributes "
+            "entries by what is owed. Leave it out otherwise"
+        )
+    if config.scope not in compressor.scopes:
+        raise ValueError(f"{compressor.name!r} has no scope={config.scope!r}; use {compressor.scopes[0]!r}")
+    if config.collective not in ("auto", *COLLECTIVES):
+        raise unknown_name("collective", config.collective, ("auto", *compressor.collectives))
+    if config.collective not in ("auto", *compressor.collectives):
+        raise ValueError(
+            f"{compressor.name!r} cannot travel by {config.collective!r}; "
+            f"use auto or {' or '.join(compressor.collectives)}"
+        )
+    return replace(config, compressor=compressor.name, error_feedback=feedback, **compressor.options())
+
+
+def check_new_ratio(compressor: BaseCompressor, ratio: float) -> None:
+    """Raises ValueError unless ``compressor`` has a ratio, and it can be ``ratio``."""
+    if not compressor.sparse:
+        raise ValueError(f"{compressor.name!r} sends every entry: it has no ratio to change")
+    check_ratio(ratio)
+
+
+def in_words(compressor: BaseCompressor, memory: str) -> str:
+    """The method, for the ledger."""
+    name = compressor.name
+    if compressor.sparse:
+        name += f", ratio {compressor.ratio:g}, {compressor.values} values"
+    return name if memory == "ef" else f"{name}, {memory}"
