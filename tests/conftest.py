@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+from experiment import FOLDER
 from pool import Pool
 
 from compressed_ddp.communication.lanes import COLLECTIVES
@@ -30,9 +32,13 @@ def _seeded() -> None:
 @pytest.fixture(autouse=True)
 def _registries() -> Iterator[None]:
     """What an experiment adds to the registries leaves with its test: others go through all that is there."""
-    before = [(registry, set(registry)) for registry in (COMPRESSORS, COLLECTIVES)]
+    before = [(table, set(table)) for table in (COMPRESSORS, COLLECTIVES)]
+    loaded = set(sys.modules)
     yield
-    for registry, old in before:
-        for name in set(registry) - old:
-            del registry[name]
-            sys.modules.pop("legacy", None)  # which registers when it is imported
+    for table, old in before:
+        for name in set(table) - old:
+            del table[name]
+    # Some register when they are imported: with what they registered go they, and whoever imported them.
+    for name in set(sys.modules) - loaded:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(f"{FOLDER}{os.sep}"):
+            del sys.modules[name]
