@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import ctypes
 import json
 import os
 import socket
@@ -20,6 +21,7 @@ from compressed_ddp.lab import bench
 from compressed_ddp.lab.emulate import EmulatedModel, GradientPool, model_shapes, scaled_shapes
 from compressed_ddp.lab.measure import COLUMNS, Plan
 from compressed_ddp.lab.methods import METHODS, pick
+from compressed_ddp.lab.run import give_back
 from compressed_ddp.lab.timeline import fill_buckets
 from compressed_ddp.metrics import SocketMeter
 
@@ -158,6 +160,22 @@ def test_buckets_come_one_after_the_other_and_none_before_its_time(pool: Pool) -
         # A floor that holds on any machine: `seen` counts from before the pass, the pass sleeps until a
         # layer is due, and time.sleep never returns early. How late it is, nobody asks.
         assert seen >= bucket.ready
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None) if os.name == "posix" else None, "malloc_trim"), reason="glibc's"
+)
+def test_free_memory_goes_back_to_the_system() -> None:
+    """In small pieces, with something above them in the heap: free() alone keeps their pages."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    held = [torch.empty(16_000, dtype=torch.uint8).fill_(1) for _ in range(4_000)]
+    full, roof = resident(), torch.empty(16_000, dtype=torch.uint8)
+    held.clear()
+    give_back()
+    assert full - resident() > 4_000 * 16_000 // 2 and roof.numel()
 
 
 def test_shapes() -> None:
