@@ -38,8 +38,10 @@ FOLDER = Path(__file__).resolve().parent
 ORIGIN = ("date", "command", "commit", "machine")
 SUMMARY = ("check", "verdict", "found", "limit", "seed", *ORIGIN, "version")
 # One heap, and large tensors outside of it: else RSS would show the largest moment that each of many arenas
-# has had so far, which is found at random and late. Set before torch is loaded.
+# has had so far, which is found at random and late. Python's objects too: its own allocator gives memory back
+# by the megabyte, and only if nothing lives there. Set before torch is loaded.
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
+MALLOC["PYTHONMALLOC"] = "malloc"
 
 
 def plan(minutes: float, quiet: float, between: tuple[float, float], seed: int) -> list[float]:
