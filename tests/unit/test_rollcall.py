@@ -15,6 +15,7 @@ from compressed_ddp import SyncError, WireError
 from compressed_ddp.communication import rollcall as module
 from compressed_ddp.communication.rollcall import (
     _NOTE,
+    _ROW,
     Roll,
     RollCall,
     _Calls,
@@ -61,6 +62,16 @@ def make(world: int, addresses: list[str | None] | None = None) -> list[RollCall
         return RollCall(rank, world, addresses[rank] if addresses else "127.0.0.1", exchange)
 
     return together([lambda rank=rank: one(rank) for rank in range(world)])
+
+
+@pytest.mark.parametrize("told", [b"\xff\xfe", b"a.name.to.look.up", "١٢٧.0.0.1".encode(), b"127.0.0.1\0x"])
+def test_an_address_is_a_number_or_nothing(told: bytes) -> None:
+    """Peers' bytes: what is no address is refused at once, with the rank, and nothing stays open."""
+    before = open_sockets()
+    with pytest.raises(SyncError, match=r"rank 1 gave .* as its address") as caught:
+        RollCall(0, 2, "127.0.0.1", lambda row: [row, _ROW.pack(bytes(16), 7, told)])
+    assert caught.value.ranks == (1,) and open_sockets() <= before
+    RollCall(0, 2, "127.0.0.1", lambda row: [row, _ROW.pack(bytes(16), 0, b"")]).close()
 
 
 def test_everyone_answers() -> None:
@@ -190,7 +201,7 @@ def test_without_an_address_nobody_is_blamed() -> None:
     error = exchange_failed("all-gather", 0, 2, rolls[0], 5.0, RuntimeError("closed"))
     assert str(error) == "all-gather failed on rank 0 of 2: a peer is gone or silent for 5 s (closed)"
     assert (error.phase, error.bucket, error.ranks) == ("all-gather", None, ())
-    for roll in make(2, ["not an address", "203.0.113.1"]):  # no interface has such ones
+    for roll in make(2, ["198.51.100.1", "203.0.113.1"]):  # no interface has such ones
         assert roll.call(30) is None
 
 

@@ -142,11 +142,12 @@ def rename_way(state: dict[str, object]) -> None:
 
 def rename_factor(state: dict[str, object]) -> None:
     factors = state["buckets"][0]["state"]
-    factors["z"] = factors.pop("a")
+    factors["right factor of z"] = factors.pop("right factor of a")
 
 
 def cut_factor(state: dict[str, object]) -> None:
-    state["buckets"][0]["state"]["a"] = state["buckets"][0]["state"]["a"][1:].clone()
+    factors = state["buckets"][0]["state"]
+    factors["right factor of a"] = factors["right factor of a"][1:].clone()
 
 
 @pytest.mark.parametrize(
@@ -188,29 +189,39 @@ def test_what_a_collective_cannot_take_back_changes_nothing(
     assert all(told in text for text in run_in_process(2, work))
 
 
-def test_powersgd_goes_on_where_it_was() -> None:
-    """To the bit, so that the check above does not refuse what fits; and Top-K may go on from its state."""
+@pytest.mark.parametrize("matrix", ["a", "owner"])
+def test_powersgd_goes_on_where_it_was(matrix: str) -> None:
+    """To the bit, so that the check above does not refuse what fits; and Top-K may go on from its state,
+    and more workers. A parameter's name may be a word that other states know."""
     config = CompressionConfig("powersgd")
+    layout = BucketLayout((matrix, "b"), LAYOUT.shapes)
+    shapes = dict(zip(layout.names, layout.shapes, strict=True))
 
     def steps(reducer: Reducer, numbers: range) -> Tensor:
         for step in numbers:
             generator = torch.Generator().manual_seed(10 * step + reducer.transport.rank)
             bucket = torch.randn(LAYOUT.numel, generator=generator)
-            reducer.reduce_(LAYOUT, bucket, last=True)
+            reducer.reduce_(layout, bucket, last=True)
         return bucket
 
-    def work(net: Transport) -> None:
+    def work(net: Transport) -> dict[str, object]:
         whole, second = (Reducer(from_config(config), config, net) for _ in range(2))
         steps(whole, range(3))
         state = whole.state_dict()
-        second.load_state_dict(state, SHAPES)
+        second.load_state_dict(state, shapes)
         assert torch.equal(steps(whole, range(3, 5)), steps(second, range(3, 5)))
         other = CompressionConfig("topk", ratio=0.1)
         third = Reducer(from_config(other), other, net)
-        third.load_state_dict(state, SHAPES)
+        third.load_state_dict(state, shapes)
         steps(third, range(3, 4))
+        return state
 
-    run_in_process(2, work)
+    states = run_in_process(2, work)
+    for name in layout.names:  # what the mean owes is the same for three
+        owed = [
+            sum(state["residuals"][name] for state in some) for some in (states, reshard_states(states, 3))
+        ]
+        torch.testing.assert_close(owed[0] / 2, owed[1] / 3)
 
 
 def test_the_same_world_size_is_left_alone() -> None:

@@ -124,13 +124,19 @@ class LowRank:
         """The right factors are a guess to start from: nothing is owed for them."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: slot.old.clone() for name, slot in self._right.items()}
+        return {_key(name): slot.old.clone() for name, slot in self._right.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, slot in self._right.items():
-            if name not in state or state[name].shape != slot.old.shape:
+            saved = state.get(_key(name))
+            if saved is None or saved.shape != slot.old.shape:
                 raise ValueError(
                     f"state has no right factor of shape {tuple(slot.old.shape)} for {name!r}: was it saved "
                     "with another rank? Use that one, or start without a state"
                 )
-            slot.old.copy_(state[name])
+            slot.old.copy_(saved)
+
+
+def _key(name: str) -> str:
+    """Of a parameter's right factor in a saved state, where other words mean something too."""
+    return f"right factor of {name}"

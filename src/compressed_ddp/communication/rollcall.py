@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hmac
+import ipaddress
 import logging
 import os
 import secrets
@@ -79,12 +80,16 @@ class RollCall:
         """Ranks that have called, and whom they blame."""
         self._listener = _listening(address, world_size) if address else None
         port = self._listener.getsockname()[1] if self._listener else 0
-        rows = [_ROW.unpack(row) for row in exchange(_ROW.pack(self._secret, port, (address or "").encode()))]
-        self._peers = {
-            other: (secret, port, host.rstrip(b"\0").decode())
-            for other, (secret, port, host) in enumerate(rows)
-            if other != rank
-        }
+        try:
+            rows = exchange(_ROW.pack(self._secret, port, (address or "").encode()))
+            self._peers = {
+                other: (secret, port, _address(host.rstrip(b"\0"), other))
+                for other, (secret, port, host) in enumerate(map(_ROW.unpack, rows))
+                if other != rank
+            }
+        except BaseException:
+            self.close()
+            raise
 
     def look(self) -> None:
         """Answer who has called so far, without waiting: strangers must not keep the ranks out.
@@ -323,6 +328,19 @@ def _listening(address: str, world_size: int) -> socket.socket | None:
         return None
     listener.setblocking(False)
     return listener
+
+
+def _address(told: bytes, rank: int) -> str:
+    """What ``rank`` gave as its address: a number, for a name would be looked up; or nothing."""
+    try:
+        text = told.decode("ascii")
+        if text:
+            ipaddress.ip_address(text)
+    except ValueError:
+        raise SyncError(
+            f"rank {rank} gave {told!r} as its address; is it one of ours?", ranks=(rank,)
+        ) from None
+    return text
 
 
 def _family(address: str) -> socket.AddressFamily:
