@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from comparing import same
+from halves import EXACT, LAYOUT, SHAPES, give, gradient, joined, parameters, reducer
 from torch import Tensor, nn
 
 from compressed_ddp import (
     CompressionConfig,
     DistributedBackend,
     SplitAdam,
-    SplitOptimizer,
     SyncError,
     reshard_states,
 )
@@ -21,36 +21,6 @@ from compressed_ddp.communication import Reducer, attach, run_in_process
 from compressed_ddp.compression.factory import from_config
 from compressed_ddp.layout import BucketLayout
 from compressed_ddp.types import Slot, Transport
-
-SHAPES = {"weight": torch.Size([30, 20]), "bias": torch.Size([300]), "late": torch.Size([7, 50])}
-LAYOUT = BucketLayout(tuple(SHAPES), tuple(SHAPES.values()))
-EXACT = {"ratio": 1.0, "values": "fp32", "min_compress_numel": 0}
-
-
-def parameters() -> dict[str, nn.Parameter]:
-    generator = torch.Generator().manual_seed(5)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
-
-
-def gradient(step: int, rank: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(LAYOUT.numel, generator=generator) * 10.0 ** torch.linspace(-4, 1, LAYOUT.numel)
-
-
-def joined(named: dict[str, nn.Parameter], **options: Any) -> SplitAdam:
-    optimizer = SplitAdam(named.values(), **options)
-    optimizer.join(named)
-    return optimizer
-
-
-def reducer(net: Transport, sender: SplitOptimizer, **options: Any) -> Reducer:
-    config = CompressionConfig(**options)
-    return Reducer(from_config(config), config, net, sender=sender)
-
-
-def give(named: dict[str, nn.Parameter], flat: Tensor) -> None:
-    for name, view in LAYOUT.views(flat).items():
-        named[name].grad = view.clone()
 
 
 @pytest.mark.parametrize("world", [1, 2])

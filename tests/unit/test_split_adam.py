@@ -8,30 +8,17 @@ from typing import Any
 import pytest
 import torch
 from comparing import same
+from halves import EXACT, LAYOUT, SHAPES, give, gradient, joined, parameters, reducer
 from torch import Tensor, nn
 
-from compressed_ddp import CompressionConfig, SplitAdam, reshard_states
+from compressed_ddp import SplitAdam, reshard_states
 from compressed_ddp.communication import Reducer, run_in_process
-from compressed_ddp.compression.factory import from_config
 from compressed_ddp.layout import BucketLayout
 from compressed_ddp.types import Slot, Transport
 
-SHAPES = {"weight": torch.Size([12, 10]), "bias": torch.Size([12]), "late": torch.Size([7, 5])}
-LAYOUT = BucketLayout(tuple(SHAPES), tuple(SHAPES.values()))
-EXACT = {"ratio": 1.0, "values": "fp32", "min_compress_numel": 0}
 OPTIONS = {"lr": 0.02, "beta": 0.98, "eps": 1e-8}
 STEPS, ABSENT, ASLEEP = 9, 4, 6
 """Parameter ``late`` has no gradient in the first ``ABSENT`` steps, some entries in the first ``ASLEEP``."""
-
-
-def parameters() -> dict[str, nn.Parameter]:
-    generator = torch.Generator().manual_seed(5)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
-
-
-def gradient(step: int, rank: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(LAYOUT.numel, generator=generator) * 10.0 ** torch.linspace(-4, 1, LAYOUT.numel)
 
 
 def given(step: int, rank: int = 0) -> Tensor:
@@ -42,22 +29,6 @@ def given(step: int, rank: int = 0) -> Tensor:
     if step < ASLEEP:
         flat[20:30] = 0
     return flat
-
-
-def joined(named: dict[str, nn.Parameter], **options: Any) -> SplitAdam:
-    optimizer = SplitAdam(named.values(), **options)
-    optimizer.join(named)
-    return optimizer
-
-
-def reducer(net: Transport, sender: SplitAdam, **options: Any) -> Reducer:
-    config = CompressionConfig(**options)
-    return Reducer(from_config(config), config, net, sender=sender)
-
-
-def give(named: dict[str, nn.Parameter], flat: Tensor) -> None:
-    for name, view in LAYOUT.views(flat).items():
-        named[name].grad = view.clone()
 
 
 def wanted(gradients: list[float], beta1: float, freeze: int | None) -> list[float]:
