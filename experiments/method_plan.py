@@ -125,7 +125,7 @@ TEXT |= {"collective": "allgather"}
 CIFAR = IMAGES | {"dataset": "cifar10", "model": "resnet18", "limit": 2_500, "epochs": 4, "batch_size": 8}
 CIFAR |= {"precision": "bf16"}
 IMAGE_RATES, ACCURACY = (0.02, 0.05, 0.1), "test_accuracy"
-ADAM_RATES = (0.0005, 0.001, 0.002, 0.004, 0.008)
+ADAM_RATES = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)
 
 
 def on_workers(workers: int) -> Task:
