@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
 import threading
 import time
 from typing import Any
@@ -26,7 +27,8 @@ from compressed_ddp import (
     get_compressor,
     reshard_states,
 )
-from compressed_ddp.communication import GradientSync
+from compressed_ddp.communication import GradientSync, transport
+from compressed_ddp.communication.rollcall import open_sockets
 
 PATIENT = 600.0
 """A sync_timeout beyond the pool's own deadline: a rank that waits for it fails its test."""
@@ -697,3 +699,61 @@ def own_registration(rank: int, world: int) -> int:
     loss_of(model, rank, 0).backward()
     sync.close()
     return sync.stats.total.steps
+
+
+def odd_state_of_a_channels_last_model(rank: int, world: int, what: str) -> tuple[str, bool]:
+    """Rank 1's state is not one that a run saves: laying it out in memory's order must not raise alone."""
+    net = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    model = DDP(net)
+    sync = attach(model, CompressionConfig(ratio=0.05, collective="sharded", sync_timeout=PATIENT))
+    model(torch.ones(2, 4, 5, 5)).sum().backward()
+    state, before = sync.state_dict(), sync.residual_norm()
+    if rank == 1:
+        residuals = state["residuals"]
+        if what == "meta":
+            residuals["weight"] = torch.empty(8, 4, 3, 3, device="meta")
+        elif what == "sparse":
+            residuals["weight"] = torch.zeros(8, 4, 3, 3).to_sparse()
+        elif what == "wide":
+            residuals["weight"] = torch.full((8, 4, 3, 3), 1e300, dtype=torch.float64)
+        elif what == "deep":
+            for _ in range(3000):
+                residuals["a"] = {}
+                residuals = residuals["a"]
+        elif what == "buckets":
+            state["buckets"] = 5
+        elif what == "strides":
+            state["buckets"][0]["strides"] = [5]
+    said = "nothing was said"
+    try:
+        sync.load_state_dict(state)
+    except (ValueError, SyncError) as error:
+        said = f"{type(error).__name__}: {error}"
+    unchanged = sync.residual_norm() == before and sync.step == 1
+    model(torch.ones(2, 4, 5, 5)).sum().backward()
+    sync.close()
+    return said, unchanged
+
+
+def refused_addresses(rank: int, world: int) -> tuple[str, list[tuple[int, int, int]]]:
+    """Attaching fails after the group was made: group, threads and sockets are given back each time."""
+
+    class Refuses:
+        def __init__(self, *_: Any) -> None:
+            raise SyncError("rank 1 gave b'x' as its address")
+
+    model, said, held = DDP(small_model()), "nothing was said", []
+    kept, transport.RollCall = transport.RollCall, Refuses  # type: ignore[misc]
+    try:
+        for _ in range(3):
+            try:
+                attach(model, CompressionConfig())
+            except SyncError as error:
+                said = str(error)
+            gc.collect()
+            dist.barrier()
+            groups = len(dist.distributed_c10d._world.pg_map)
+            held.append((groups, len(os.listdir("/proc/self/task")), len(open_sockets())))
+    finally:
+        transport.RollCall = kept  # type: ignore[misc]
+    return said, held

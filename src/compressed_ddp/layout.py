@@ -251,3 +251,14 @@ def small_positions(layout: BucketLayout, min_numel: int, device: torch.device) 
         if 0 < size < min_numel
     ]
     return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def fills_memory(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor's elements fill a stretch of memory without gaps, in whatever order."""
+    dims = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1)
+    expected = 1
+    for stride, size in dims:
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -63,6 +63,8 @@ def lying(claimed: int, there: int) -> bytes:
     return gzip.compress(out.getvalue())
 
 
+PAX = member("x", tarfile.XHDTYPE, size=12).tobuf(tarfile.USTAR_FORMAT) + b"12 path=abc\n".ljust(512, b"\0")
+"""A header for the member that follows."""
 ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
     "a header of 20 MB": (
         lambda: packed(member("a.bin", comment="0" * 20_000_000)),
@@ -87,6 +89,14 @@ ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "shorter than it claims": (lambda: lying(100, 30), "cannot be unpacked|ends after"),
     "renamed by a header": (lambda: packed(member("a.bin", path="../../a.bin")), "leads out of the folder"),
+    "a header behind a header, and so on": (
+        lambda: gzip.compress(1200 * PAX + member("a.bin").tobuf() + bytes(1024)),
+        "cannot be unpacked",
+    ),
+    "holes that are no numbers": (
+        lambda: packed(member("a.bin", **{"GNU.sparse.map": "1,x"})),
+        "cannot be unpacked",
+    ),
     "a link by a header": (
         lambda: packed(member("a.bin", tarfile.SYMTYPE, linkpath="/etc/passwd")),
         "is a link or a device",

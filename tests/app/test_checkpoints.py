@@ -135,3 +135,15 @@ def test_pointers(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "lost").write_text("../../etc")
     assert follow(tmp_path / "lost") is None
     assert follow(tmp_path / "nothing") is None
+    (tmp_path / "odd").write_bytes(b"\xff\xfe\0")
+    assert follow(tmp_path / "odd") is None
+
+
+def test_folders_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for name in ("step-00000007", "step-0abc"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    assert [path.name for path in checkpoints.all()] == ["step-00000007"]
+    checkpoints.drop_after(3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0abc"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from compressed_ddp.training.place import meet, pick_backend, pick_device
+from compressed_ddp.training.place import Place, meet, pick_backend, pick_device
 from compressed_ddp.types import SyncError
 
 
@@ -69,3 +69,28 @@ def test_devices_and_backends() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="--device cpu"):
             pick_device("cuda", 0)
+
+
+@pytest.mark.parametrize("length", [float("nan"), -1.0, 2.0**40])
+def test_lengths_that_rank_0_cannot_have_said(length: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(1, 2, 1, torch.device("cpu"), "gloo")
+    monkeypatch.setattr(Place, "total", lambda self, values: [length])
+    with pytest.raises(SyncError, match="rank 0 says") as caught:
+        place.say("")
+    assert caught.value.ranks == (0,)
+
+
+def test_what_rank_0_says_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(1, 2, 1, torch.device("cpu"), "gloo")
+    monkeypatch.setattr(Place, "total", lambda self, values: [2.0])
+    monkeypatch.setattr("torch.distributed.broadcast", lambda tensor, _: tensor.fill_(0xFF))
+    with pytest.raises(SyncError, match="no text"):
+        place.say("")
+
+
+def test_who_failed_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(0, 3, 0, torch.device("cpu"), "gloo")
+    monkeypatch.setattr(Place, "gather", lambda self, row, what: [row, b"\1", b"\1"])
+    with pytest.raises(SyncError, match="reading failed on rank 1, 2") as caught:
+        place.together("reading", lambda: None)
+    assert (caught.value.phase, caught.value.ranks) == ("reading", (1, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import feature_jobs as jobs
@@ -182,6 +183,31 @@ def test_a_state_that_does_not_fit(pool: Pool, what: str, message: str) -> None:
     assert message in mine
     assert other.startswith("SyncError: rank 1 ")
     assert unchanged_0 and unchanged_1
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("meta", "a tensor without entries of its own"),
+        ("sparse", "a tensor without entries of its own"),
+        ("wide", "NaN or infinite"),
+        ("deep", "damaged state: RecursionError"),
+        ("buckets", "damaged state: TypeError"),
+        ("strides", "damaged state: TypeError"),
+    ],
+)
+def test_an_odd_state_of_a_channels_last_model(pool: Pool, what: str, message: str) -> None:
+    (other, unchanged_0), (mine, unchanged_1) = pool.run(2, jobs.odd_state_of_a_channels_last_model, what)
+    assert mine.startswith("ValueError: ") and message in mine
+    assert other.startswith("SyncError: rank 1 ")
+    assert unchanged_0 and unchanged_1
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_an_attach_that_fails_late_holds_nothing(pool: Pool) -> None:
+    for said, held in pool.run(2, jobs.refused_addresses):
+        assert "as its address" in said
+        assert len(set(held)) == 1, held
 
 
 def test_a_configuration_that_only_one_rank_has_wrong(pool: Pool) -> None:

@@ -208,6 +208,7 @@ def test_waits_that_are_no_numbers_name_nobody(bad: float) -> None:
 
 LAYOUT = BucketLayout(("w", "b"), (torch.Size([20, 7]), torch.Size([90])))
 SHAPES = dict(zip(LAYOUT.names, LAYOUT.shapes, strict=True))
+DTYPES = dict.fromkeys(LAYOUT.names, torch.float32)
 
 
 def states() -> list[dict[str, Any]]:
@@ -296,9 +297,9 @@ def test_ratios_that_no_run_had(what: str) -> None:
 def test_local_states_that_no_run_saved(what: str) -> None:
     tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     local = {"since": 0, "anchor": tensors, "momentum": tensors, "weights": {}}
-    assert check_local({"local": local}, SHAPES) == local
+    assert check_local({"local": local}, SHAPES, DTYPES) == local
     with pytest.raises(ValueError, match="damaged state"):
-        check_local({"local": {**local, what: torch.zeros(1).expand(10**9)}}, SHAPES)
+        check_local({"local": {**local, what: torch.zeros(1).expand(10**9)}}, SHAPES, DTYPES)
 
 
 def test_a_bad_state_on_one_rank_is_told_to_all() -> None:

@@ -706,3 +706,16 @@ def test_take_refuses_a_wrong_out() -> None:
     for message, out in wrong.items():
         with pytest.raises(ValueError, match=message):
             get_compressor(0.1).take_(residual, gradient, out=out)
+
+
+@needs_native
+def test_want_of_memory_is_nobodys_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer must not be blamed for it."""
+
+    class Poor:
+        ef_decode = staticmethod(lambda *_: (native._NO_MEMORY, 0))
+
+    data = torch.zeros(native.ef_nbytes(100, 4), dtype=torch.uint8)
+    monkeypatch.setattr(native, "_native", Poor)
+    with pytest.raises(MemoryError):
+        native.ef_decode(data, 100, 4, 0)

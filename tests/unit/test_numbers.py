@@ -17,8 +17,9 @@ from compressed_ddp import CompressionConfig
 from compressed_ddp.communication import Reducer, run_in_process
 from compressed_ddp.communication.collectives import _SURE
 from compressed_ddp.compression.factory import from_config
+from compressed_ddp.compression.powersgd import first_factor
 from compressed_ddp.layout import BucketLayout
-from compressed_ddp.types import Transport
+from compressed_ddp.types import Stamp, Transport
 
 N = 640
 LAYOUT = BucketLayout(("w",), (torch.Size([N]),))
@@ -151,3 +152,40 @@ def test_up_to_nine_workers_the_mean_is_finite() -> None:
             total += torch.tensor([LARGEST]) * (1.0 / world)
         finite.append(bool(torch.isfinite(total).all()))
     assert finite[:_SURE] == [True] * _SURE and not all(finite)
+
+
+@pytest.mark.parametrize("way", ["allgather", "sharded"])
+@pytest.mark.parametrize("values", ["fp32", "int8", "int4", "bf16", "fp16"])
+@pytest.mark.parametrize("memory", ["ef21", "ef21-sgdm"])
+def test_beliefs_at_the_end_of_the_range(memory: str, values: str, way: str) -> None:
+    """What EF21 adds up may leave the range: that step is called off, and later ones count."""
+    gradients = [torch.full((N,), LARGEST)] * 2 + [torch.ones(N)] * 2
+    settings = {"memory": memory, "ratio": 1.0, "values": values, "collective": way}
+    results, states, taken = steps(2, gradients, **settings)
+    assert taken[0] == taken[1] >= 3
+    for state in states:
+        assert all(bool(torch.isfinite(kept["w"]).all()) for kept in state["kept"].values())
+    assert all(bool(torch.isfinite(result[-1]).all()) for result in results)
+    assert torch.equal(results[0][-1], results[1][-1])
+
+
+def test_a_residual_of_one_rank_that_leaves_the_range() -> None:
+    """PowerSGD: all means are finite, one worker's own rest is not. All call the step off."""
+    layout = BucketLayout(("w",), (torch.Size([8, 8]),))
+    config = CompressionConfig("powersgd", rank=1, min_compress_numel=0)
+    right = first_factor(8, 1, Stamp(config.seed), torch.device("cpu"))[:, 0].double()
+    left = torch.tensor([0.8, 0.6, *[0.0] * 6], dtype=torch.float64)
+    wide = (left[:, None] * right / right.square().sum() * LARGEST * 0.4).float()
+    spike = torch.zeros(8, 8)
+    spike[0, right.abs().argmin()], spike[1, right.abs().argmin()] = LARGEST, -LARGEST
+
+    def work(net: Transport) -> list[bool]:
+        mine, counted = Reducer(from_config(config), config, net), []
+        for step in range(3):
+            gradient = torch.full((8, 8), 0.1 * (net.rank + 1)) if step else (spike, wide)[net.rank]
+            mine.reduce_(layout, gradient.flatten(), last=True)
+            counted.append(mine.counted)
+            assert bool(torch.isfinite(mine.memory.residual("w")).all())
+        return counted
+
+    assert run_in_process(2, work) == [[False, True, True]] * 2

@@ -197,6 +197,12 @@ def test_another_ratio_begins_anew() -> None:
     assert largest > 10 * math.sqrt(4000)
 
 
+def test_one_small_gradient_at_the_start_is_no_measure() -> None:
+    growth = Growth()
+    norms = {step: 1.0 if step == 0 else 12.0 * (step + 1) for step in range(0, 2000, 100)}
+    assert all(growth.look(step, norm, 0.001) is None for step, norm in norms.items())
+
+
 def test_an_earlier_state_begins_anew() -> None:
     growth = Growth()
     for step in (500, 600, 499, 0, 100, 200):

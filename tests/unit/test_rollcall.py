@@ -19,6 +19,7 @@ from compressed_ddp.communication.rollcall import (
     Roll,
     RollCall,
     _Calls,
+    _hear,
     exchange_failed,
     in_bucket,
     new_address,
@@ -118,6 +119,13 @@ def test_who_sent_what_cannot_be_read() -> None:
     assert second == third == Roll(accused=(2,))
     said = "rank 2 is the sender of a message that another rank cannot read"
     assert second.verdict() == (said, (2,))
+
+
+def test_who_is_no_rank_of_the_job_is_not_named() -> None:
+    rolls = make(2)
+    _hear(_NOTE.pack(rolls[0]._secret, 9999, 9999), rolls[0]._secret, rolls[0]._heard)
+    first, _ = together([lambda: rolls[0].call(30), lambda: rolls[1].call(30)])
+    assert first == Roll()
 
 
 @pytest.mark.parametrize("told", [7, -5])

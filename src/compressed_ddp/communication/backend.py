@@ -129,6 +129,7 @@ class DistributedBackend:
             self._reducer.begin_step(parameters)
             self._reduce_(self._reducer, parameters, buckets)
         except Exception as error:
+            self._reducer.abandon_step()
             net = self._reducer.transport
             if net.world_size > 1:  # alone nobody waits, and what was wrong may be put right
                 net.close(failed=True, blamed=blamed(error))

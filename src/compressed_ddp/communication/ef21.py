@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from ..error_feedback.state import AGREED, ESTIMATE
+from ..kernels.reference import all_finite
 from ..types import Clock, Collective, CompressionConfig, Held, Slot, Stamp
 from .packer import deliver_, room_for_sum
 
 AVERAGE = "average"
+_MOST = torch.finfo(torch.float32).max
 
 
 class Ef21:
@@ -58,9 +60,10 @@ class Ef21:
             change = room_for_sum(bucket).zero_()
         finite = collective.mean_(change, Slot(difference, estimate.new), stamp, clock)
         with clock.phase("decode"):
-            torch.sub(difference, estimate.new, out=estimate.new).add_(estimate.old)
+            # This rank's own: too large, it must not end in an infinity that no other rank knows of.
+            torch.sub(difference, estimate.new, out=estimate.new).add_(estimate.old).clamp_(-_MOST, _MOST)
             torch.add(agreed.old, change, out=agreed.new)
-            if not finite:
+            if not finite or not all_finite(agreed.new):  # which all ranks have alike
                 bucket.fill_(torch.nan)
                 return False
             return deliver_(bucket, agreed.new)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import kernels_for
+from ..layout import fills_memory
 from ..metrics import Ledger
 from ..types import Collective, Held, Slot, Stamp, SyncError, Transport
 from .residuals import Growth, Owed, Waiting, advice, stale
@@ -35,8 +36,8 @@ class Guard:
 
     def __init__(self, every: int, net: Transport, device: torch.device, stats: Ledger) -> None:
         self._every, self._net, self._device, self._stats = every, net, device, stats
-        self._began = (time.perf_counter(), 0, 0.0)
-        """When the last look was, at which step, and how long was waited until then."""
+        self._began: tuple[float, int, float] | None = None
+        """When the last look was, at which step, and how long was waited until then; None before any."""
         self._owed: Owed | None = None
         """In a step that is looked at: what is left owed after it."""
         self._norm, self._age, self._at = math.nan, math.nan, 0
@@ -123,11 +124,15 @@ class Guard:
         if times is not None:
             logger.warning("%s (steps up to %d)", advice(norm, rank, times, ratio), self._at)
 
+    def restart(self) -> None:
+        """A state was loaded: its steps, and what was waited in them, are not of this life."""
+        self._began = None
+
     def _pace(self, step: int) -> tuple[float, float]:
-        """Seconds of waiting and of a whole step, means since the last look."""
-        (then, at, waited), now = self._began, time.perf_counter()
-        wait, steps = self._stats.total.wait, step - at
-        self._began = now, step, wait
+        """Seconds of waiting and of a whole step, means since the last look; zeros at the first one."""
+        now, wait = time.perf_counter(), self._stats.total.wait
+        (then, at, waited), self._began = self._began or (now, step, wait), (now, step, wait)
+        steps = step - at
         return ((wait - waited) / steps, (now - then) / steps) if steps > 0 else (0.0, 0.0)
 
     def _name_the_first(self, hashes: Mapping[str, int], counting: Sequence[int], step: int) -> None:
@@ -178,23 +183,14 @@ def straggler(waits: Sequence[float], step: float) -> str | None:
 def fingerprint(tensor: Tensor) -> int:
     """A 64-bit hash of a tensor's bits, in the order of its memory."""
     flat = tensor.detach()
-    flat = flat.as_strided((flat.numel(),), (1,)) if _dense(flat) else flat.contiguous().view(-1)
+    flat = (
+        flat.as_strided((flat.numel(),), (1,))
+        if fills_memory(flat.shape, flat.stride())
+        else flat.contiguous().view(-1)
+    )
     data = flat.view(torch.uint8)
     if data.numel() % 4:
         data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
     if data.data_ptr() % 4:
         data = data.clone()
     return kernels_for(data.view(torch.float32)).fingerprint(data)
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory without gaps, in whatever order."""
-    dims = sorted(
-        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
-    )
-    expected = 1
-    for stride, size in dims:
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compression.base import BaseCompressor, check_gradient
 from ..compression.factory import from_config
+from ..error_feedback.state import damage_told
 from ..layout import BucketLayout
 from ..metrics import Ledger
 from ..optim import SplitOptimizer, checked_split
@@ -143,16 +144,18 @@ class GradientSync:
         """
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
 
-        def prepare() -> tuple[None, dict[str, Any]]:
-            if isinstance(state, Mapping):
+        def prepare() -> tuple[Mapping[str, Any], dict[str, Any]]:
+            if not isinstance(state, Mapping):  # which the reducer refuses
+                return state, {}
+            with damage_told():
                 self._check_order(state)
-            return None, {}
+                present = [field for field in _BY_NAME if field in state]
+                return {
+                    **state,
+                    **{field: _each(self._in_memory_order, state[field]) for field in present},
+                }, {}
 
-        agree(self._transport, self._device, prepare)
-        if isinstance(state, Mapping):
-            present = [field for field in _BY_NAME if field in state]
-            state = {**state, **{field: _each(self._in_memory_order, state[field]) for field in present}}
-        self._reducer.load_state_dict(state, shapes)
+        self._reducer.load_state_dict(agree(self._transport, self._device, prepare), shapes)
 
     def close(self) -> None:
         """End the worker thread and give its process group back. Safe to call twice."""
@@ -235,7 +238,7 @@ class GradientSync:
         """The inverse of ``_logical``; what does not fit is left for ``load_state_dict`` to refuse."""
         parameter = self._parameters.get(name)
         fits = isinstance(residual, Tensor) and parameter is not None and residual.shape == parameter.shape
-        if not fits or parameter is None or parameter.is_contiguous():
+        if not fits or not _has_bits(residual) or parameter is None or parameter.is_contiguous():
             return residual
         laid = torch.empty_strided(parameter.shape, parameter.stride(), dtype=residual.dtype)
         return laid.copy_(residual).as_strided((residual.numel(),), (1,)).view(residual.shape)
@@ -308,7 +311,7 @@ def _end(worker: Worker, transport: TorchTransport) -> None:
 
 
 def _has_bits(parameter: Tensor) -> bool:
-    """Whether the guard can read it; what is trained always is, something frozen may be of any kind."""
+    """Whether it can be read; what is trained always can, something frozen may be of any kind."""
     return parameter.layout is torch.strided and parameter.device.type != "meta"
 
 

@@ -175,6 +175,7 @@ class LocalSync:
             means = self._meet()
         except Exception as error:
             self.error = error
+            self._reducer.abandon_step()
             self._net.close(failed=True, blamed=blamed(error))
             raise
         if all(all_finite(mean) for mean in means.values()):  # alike on all ranks: they have the same means
@@ -231,9 +232,10 @@ class LocalSync:
         """
         self._check_open()
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        dtypes = {name: anchor.dtype for name, anchor in self._anchor.items()}
 
         def prepare() -> tuple[Mapping[str, Any], dict[str, Any]]:
-            local = check_local(state, shapes)
+            local = check_local(state, shapes, dtypes)
             anchor = digest(local["anchor"]), digest(local["momentum"])
             return local, {"state": {"since": local["since"], "anchor and momentum": anchor}}
 

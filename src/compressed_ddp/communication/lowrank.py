@@ -81,6 +81,8 @@ class LowRank:
             if memory is not None:
                 for a, b in held:
                     due[a:b] = memory.old[a:b]
+                if not all_finite(due):  # means may be finite all the same: so all ranks are told
+                    rights = {name: right.fill_(torch.nan) for name, right in rights.items()}
         (rights,) = self._average([rights], clock)
         clock.traffic(self.traffic, self.traffic)
         with clock.phase("decode"):

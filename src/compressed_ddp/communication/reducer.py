@@ -338,4 +338,5 @@ class Reducer:
         self._half.load(missed)
         self.step, self.taken = int(state["step"]), int(state["taken"])
         self._lanes.load(plan)
+        self._guard.restart()
         self.abandon_step()

@@ -68,7 +68,9 @@ class Growth:
         pace = norm / (step - self._began + 1)
         times = pace / self._least if self._least else 1.0
         self._looks = self._looks + 1 if times >= _FASTER and norm > self._last else 0
-        self._last, self._least = norm, min(self._least, pace)
+        if step > self._began:  # one step alone says little: its gradient may be a small one
+            self._least = min(self._least, pace)
+        self._last = norm
         if self._looks < _LOOKS:
             return None
         self._least, self._looks = pace, 0  # the next word when it is ten times worse

@@ -153,7 +153,7 @@ class RollCall:
                 found.wait(left)
             for _ in range(2 * len(self._peers)):  # who sent a note before it went away is heard
                 found.wait(0)
-        failed = {rank for rank, blamed in found.heard.items() if blamed == rank}
+        failed = {rank for rank in self._peers if found.heard.get(rank) == rank}
         accused = set(found.heard.values()) & {self._rank, *self._peers} - failed
         gone = found.refused - found.heard.keys()
         silent = found.missing(self._peers)

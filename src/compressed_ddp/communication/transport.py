@@ -52,8 +52,12 @@ class TorchTransport:
         self.world_size = dist.get_world_size(self.group)
         self.timeout = timeout
         self._closing = threading.Lock()
-        if self.backend == "gloo" and self.world_size > 1:
-            self._roll = RollCall(self.rank, self.world_size, new_address(before), self._everyones)
+        try:
+            if self.backend == "gloo" and self.world_size > 1:
+                self._roll = RollCall(self.rank, self.world_size, new_address(before), self._everyones)
+        except BaseException:  # nobody could: torch holds on to the group
+            self.close(failed=True)
+            raise
 
     def all_gather(self, out: Tensor, row: Tensor) -> None:
         """gloo's own goes round a ring: P - 1 times the latency for the same bytes."""

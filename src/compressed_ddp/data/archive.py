@@ -36,7 +36,9 @@ def unpack(archive: Path, folder: Path, names: Sequence[str], size: int) -> None
                 # Read once from front to back: headers may lie about what follows them.
                 with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r|") as tar:
                     done = _unpack(tar, archive, Path(aside), names, size)
-        except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        except ArchiveError:
+            raise
+        except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, RecursionError) as error:
             raise ArchiveError(f"{archive}: cannot be unpacked ({error})") from error
         if lacking := sorted(set(names) - done):
             raise ArchiveError(f"{archive}: expected {', '.join(lacking)} inside, found no such file")

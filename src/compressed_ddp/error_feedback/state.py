@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import BucketLayout, Partition
+from ..layout import BucketLayout, Partition, fills_memory
 from ..types import check_ratio
 
 STATE_FORMAT = 2
@@ -54,7 +54,7 @@ def check_state(
     state: Mapping[str, Any], rank: int, world_size: int, shapes: Mapping[str, torch.Size]
 ) -> list[SavedBucket]:
     """The buckets of ``state``; raises ValueError, with the way out, unless it fits this rank of this job."""
-    with _damage_told():
+    with damage_told():
         _check_origin(state, rank, world_size)
         for what, tensors in [("residual", state["residuals"]), *state["kept"].items()]:
             for name, tensor in tensors.items():
@@ -75,7 +75,7 @@ def _buckets(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 @contextmanager
-def _damage_told() -> Iterator[None]:
+def damage_told() -> Iterator[None]:
     """What goes wrong inside because a state is not made like ours becomes a ValueError that says so."""
     try:
         yield
@@ -97,15 +97,17 @@ def _check_once(names: Sequence[str]) -> None:
         seen.add(name)
 
 
-def check_local(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Mapping[str, Any]:
-    """What LocalSync keeps besides; raises ValueError unless it is there and fits the parameters."""
+def check_local(
+    state: Mapping[str, Any], shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]
+) -> Mapping[str, Any]:
+    """What LocalSync keeps besides; raises ValueError unless it is there and fits the parameters' anchors."""
     local = state.get("local") if isinstance(state, Mapping) else None
     if not isinstance(local, Mapping):
         raise ValueError(
             "not a state of LocalSync: a run without local steps cannot go on with them from its state; load "
             "its weights and begin without one"
         )
-    with _damage_told():
+    with damage_told():
         check_count("since", local["since"])
         for what in ("anchor", "momentum", *(["weights"] if local["since"] else [])):
             tensors = dict(local[what].items())
@@ -115,7 +117,7 @@ def check_local(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> M
                     raise ValueError(
                         f"{what}: {name!r} is in the {where} alone; was it saved from another model?"
                     )
-                check_tensor(f"{what} of {name!r}", tensors[name], shapes[name])
+                check_tensor(f"{what} of {name!r}", tensors[name], shapes[name], dtypes[name])
     return local
 
 
@@ -132,7 +134,7 @@ def check_kept(state: Mapping[str, Any], names: Iterable[str]) -> None:
 
 def saved_ratio(state: Mapping[str, Any], configured: float) -> float | None:
     """The ratio in force when ``state`` was saved; None if that run was not ``configured`` like this one."""
-    with _damage_told():
+    with damage_told():
         began = state["config"]["ratio"]
         ratio = state.get("ratio", began)  # states of older versions have one ratio throughout
         check_ratio(began)
@@ -154,8 +156,13 @@ def _check_bucket(bucket: SavedBucket, rank: int, world_size: int, shapes: Mappi
         )
 
 
-def check_tensor(what: str, tensor: object, shape: torch.Size | None = None) -> None:
-    """Raises ValueError, naming ``what``, unless ``tensor`` is one of finite floats, and of ``shape``."""
+def check_tensor(
+    what: str, tensor: object, shape: torch.Size | None = None, dtype: torch.dtype = torch.float32
+) -> None:
+    """Raises ValueError, naming ``what``, unless ``tensor`` is one of finite floats, and of ``shape``.
+
+    Finite in ``dtype``, as which it will be kept.
+    """
     if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
         raise ValueError(f"{what} is not a floating point tensor: this state is damaged")
     if shape is not None and tensor.shape != shape:
@@ -165,7 +172,7 @@ def check_tensor(what: str, tensor: object, shape: torch.Size | None = None) -> 
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         # Looking at it would take as much memory as it claims to have.
         raise ValueError(f"{what} repeats a few entries {tensor.numel():,} times: this state is damaged")
-    if not bool(torch.isfinite(tensor).all()):
+    if not bool(torch.isfinite(tensor.to(dtype)).all()):
         raise ValueError(f"{what} has NaN or infinite entries: this state is damaged")
 
 
@@ -214,7 +221,7 @@ def reshard_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list
     are the old ones, bit for bit.
     """
     old = len(states)
-    with _damage_told():
+    with damage_told():
         ranks = [state.get("rank") for state in states]
         worlds = [state.get("world_size") for state in states]
         if not _listed(ranks + worlds, int) or ranks != list(range(old)) or not worlds or {*worlds} != {old}:
@@ -327,6 +334,10 @@ def _folded(state: Mapping[str, Any]) -> dict[str, Tensor]:
             fold_owner_(flat, bucket.state["owner"].cpu(), state["rank"], state["world_size"])
             for at, (name, view) in enumerate(bucket.layout.views(flat).items()):
                 if "strides" in saved:  # residuals are in the parameter's own order, this in memory's
-                    view = view.reshape(-1).clone().as_strided(view.shape, saved["strides"][at])
+                    strides = saved["strides"][at]
+                    fits = _listed(strides, int) and len(strides) == view.dim()
+                    if not fits or not fills_memory(view.shape, strides):
+                        raise ValueError(f"damaged state: {name!r} cannot lie in memory by {strides}")
+                    view = view.reshape(-1).clone().as_strided(view.shape, strides)
                 residuals[name] = residuals[name] + view.to(residuals[name].device)
     return residuals

@@ -185,8 +185,9 @@ def ef_decode(data: Tensor, numel: int, capacity: int, count: int) -> Tensor:
     status, found = _native.ef_decode(
         data.data_ptr(), capacity, low, bitmap, numel, count, indices.data_ptr()
     )
-    if status:
+    if status not in (0, _NO_MEMORY):
         raise _wire_error(status, found, count, numel)
+    _check_status(status)
     return indices
 
 

@@ -94,7 +94,8 @@ class Checkpoints:
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
         found = self.folder.glob(f"{_PREFIX}[0-9]*")
-        return sorted(path for path in found if (path / MANIFEST).is_file())
+        numbered = (path for path in found if path.name.removeprefix(_PREFIX).isdecimal())
+        return sorted(path for path in numbered if (path / MANIFEST).is_file())
 
     def drop_after(self, step: int) -> None:
         """Remove checkpoints of later steps: a run that goes on from here has another future."""
@@ -260,7 +261,7 @@ def follow(path: Path) -> Path | None:
     if path.is_symlink():
         name = os.readlink(path)
     elif path.is_file() and path.stat().st_size < 4096:
-        name = path.read_text().strip()
+        name = path.read_text(errors="replace").strip()
     if name and name == Path(name).name:
         path = path.with_name(name)
     return path if path.is_dir() else None

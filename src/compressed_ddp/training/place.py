@@ -22,6 +22,8 @@ from ..types import SyncError
 from .config import Running
 
 T = TypeVar("T")
+_LONGEST = 2**20
+"""Bytes that rank 0 may say at once."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,20 @@ class Place:
     def say(self, text: str) -> str:
         """Rank 0's ``text``, on every worker."""
         data = text.encode() if self.main else b""
-        length = int(self.total([len(data)])[0])
-        tensor = torch.zeros(length, dtype=torch.uint8, device=self._wire)
+        length = self.total([len(data)])[0]
+        if not 0 <= length <= _LONGEST:  # nor where it is not a number
+            raise SyncError(
+                f"rank 0 says {length:g} bytes, more than {_LONGEST:,}; is it one of ours?", ranks=(0,)
+            )
+        tensor = torch.zeros(int(length), dtype=torch.uint8, device=self._wire)
         if self.main:
             tensor.copy_(torch.tensor(list(data), dtype=torch.uint8))
         with self._named("listening to rank 0"):
             dist.broadcast(tensor, 0)
-        return bytes(tensor.tolist()).decode()
+        try:
+            return bytes(tensor.tolist()).decode()
+        except UnicodeDecodeError:
+            raise SyncError("what rank 0 says is no text: it was damaged on its way", ranks=(0,)) from None
 
     def together(self, what: str, work: Callable[[], T]) -> T:
         """Call ``work`` on every worker. If it fails on one, all of them raise: nobody waits for ever."""
@@ -94,7 +103,10 @@ class Place:
         if failure is not None:
             raise failure
         if failed:
-            raise SyncError(f"{what} failed on rank {', '.join(map(str, failed))}; see its message")
+            numbers = ", ".join(map(str, failed))
+            raise SyncError(
+                f"{what} failed on rank {numbers}; see its message", phase=what, ranks=tuple(failed)
+            )
         return result
 
     @contextmanager
@@ -197,7 +209,7 @@ def joined(running: Running, timeout: float) -> Iterator[Place]:
         torch.cuda.set_device(device)
     store: Any = HashStore()
     if here:
-        store, rank, world_size = next(iter(rendezvous("env://")))
+        store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
         store = meet(store, rank, world_size, timeout)
     before, patience = open_sockets(), timedelta(seconds=timeout - grace(timeout))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
