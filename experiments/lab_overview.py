@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from compressed_ddp.lab.methods import METHODS
+from compressed_ddp.lab.shaping import Shape
 from compressed_ddp.lab.summary import Summary
+from compressed_ddp.metrics import amount
 from compressed_ddp.report import Table
-from compressed_ddp.report.figures import PLAIN, Setting, good, is_ours, of, refused, settings, title
+from compressed_ddp.report.figures import (
+    PLAIN,
+    Setting,
+    good,
+    is_ours,
+    median,
+    of,
+    refused,
+    settings,
+    title,
+)
 from compressed_ddp.report.grid import NONE, Grid, share
 from compressed_ddp.report.lab_tables import summaries
 
 WHOLE, DILATED = "scalability_analysis", "scalability_dilated"
+OURS = ("ours-allgather-int8", "ours-sharded-int8")
 HOSTS, RATES = (2, 4, 8, 16), {1e8: "100 Mbit/s", 1e9: "1 Gbit/s", 1e10: "10 Gbit/s"}
 
 Found = Mapping[str, Table]
@@ -77,6 +90,38 @@ def dilated_low_rank(found: Found) -> str:
     head = (
         *("dilated", "sent, % of plain DDP", "it should be", "step, ms", "wire for what is too much, ms"),
         *("COMPUTED: step without, ms", "the faster of ours, ms"),
+    )
+    return Grid("", head, lines or [["not measured yet", *[NONE] * 6]]).markdown()
+
+
+def unshaped(found: Found) -> str:
+    """What a token bucket may let through at once, at most: it is full when each part of an exchange begins.
+
+    An exchange has as many parts as rounds, and there is one for each of DDP's buckets.
+    """
+    lines = []
+    for source, kind in ((WHOLE, "whole"), (DILATED, "dilated")):
+        for rate, words in list(RATES.items())[:2]:
+            figures = _figures(found, source, 8, rate)
+            for name in (name for name in OURS if name in figures):
+                where = place(found[source], 8, rate)
+                assert where is not None
+                buckets = median(of(good(found[source].rows), where, name), "buckets")
+                each, real = figures[name], where.rate_bits / where.dilation
+                if each.sent is None or buckets is None:
+                    continue
+                burst, times = Shape.of(real).burst, round(buckets * METHODS[name].rounds(8))
+                wire, at_once = (8e3 * size / real for size in (each.sent, min(each.sent, times * burst)))
+                lines.append(
+                    [
+                        f"{title(name)}, {words}, {kind}",
+                        *(amount(burst), str(times), amount(round(each.sent))),
+                        *(f"{wire:.1f}", f"{at_once:.1f}", f"{each.step:.1f}"),
+                    ]
+                )
+    head = (
+        *("8 hosts", "a full bucket", "times a step", "sent by a host", "COMPUTED: on the wire, ms"),
+        *("COMPUTED: of it at once, at most, ms", "step, ms"),
     )
     return Grid("", head, lines or [["not measured yet", *[NONE] * 6]]).markdown()
 

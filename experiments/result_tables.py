@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import claims
 import lab_overview
+from lab_overview import DILATED, WHOLE
 from pages import ROOT, fill
 from rows import read
 
@@ -28,6 +30,7 @@ from compressed_ddp.report.sources import Row
 PICTURES = ROOT / "docs" / "pictures"
 GRIDS: dict[str, tuple[str, Callable[[Table], Grid | None]]] = {
     "steps": ("scalability_analysis", lab_tables.steps),
+    "steps-slow": ("scalability_analysis", lab_tables.slow_steps),
     "everywhere": ("scalability_analysis", lab_tables.everywhere),
     "steps-dilated": ("scalability_dilated", lab_tables.steps),
     "everywhere-dilated": ("scalability_dilated", lab_tables.everywhere),
@@ -48,7 +51,7 @@ CLAIMS = {
 }
 
 
-COMMANDS = ("scalability_analysis", "scalability_dilated")
+COMMANDS = ("scalability_analysis", "scalability_dilated", "benchmark_training", "lab_training")
 """Files whose rows come from several commands."""
 
 HEADLINE = (
@@ -56,10 +59,13 @@ HEADLINE = (
     *("ours-allgather-int8", "ours-sharded-int8"),
 )
 COLUMNS = (
-    ("scalability_dilated", 1e9, "1 Gbit/s, dilated"),
-    ("scalability_dilated", 1e8, "100 Mbit/s, dilated"),
-    ("scalability_analysis", 1e9, "1 Gbit/s, whole"),
+    (WHOLE, 1e9, "1 Gbit/s, whole"),
+    (WHOLE, 1e8, "100 Mbit/s, whole"),
+    (DILATED, 1e9, "1 Gbit/s, dilated"),
+    (DILATED, 1e8, "100 Mbit/s, dilated"),
 )
+COMPUTED_AT = 2
+"""Of the columns, where what is computed from the whole runs at 1 Gbit/s stands."""
 
 
 def headline(found: dict[str, Table]) -> str:
@@ -69,24 +75,33 @@ def headline(found: dict[str, Table]) -> str:
         (source, rate): next((s for s in settings(rows[source]) if (s.hosts, s.rate_bits) == (8, rate)), None)
         for source, rate, _ in COLUMNS
     }
-    whole = places["scalability_analysis", 1e9]
-    figures = {} if whole is None else summaries(rows["scalability_analysis"], whole)
+    whole = places[WHOLE, 1e9]
+    figures = {} if whole is None else summaries(rows[WHOLE], whole)
     lines, notes = [], Notes()
     for method in HEADLINE:
-        mark = notes.mark(note_of(row for each in rows.values() for row in each if row["method"] == method))
+        # What dilated rows say of bytes is not so of those in this table, which are of whole ones.
+        mark = notes.mark(note_of(row for row in rows[WHOLE] if row["method"] == method))
         cells = [_step(rows[source], places[source, rate], method) for source, rate, _ in COLUMNS]
         mine, plain = figures.get(method), figures.get(PLAIN)
-        cells.append("-" if mine is None else own_cores(mine, plain, "{:,.0f} ms", "{:.1f}"))
+        cells.insert(COMPUTED_AT, "-" if mine is None else own_cores(mine, plain, "{:,.0f} ms", "{:.1f}"))
         bytes_ = "-" if method == "none" or mine is None else share(mine.sent, plain and plain.sent, 100)
         name = title(method) + mark
         lines.append(
             [f"**{name}**" if is_ours(method) else name, *cells, bytes_ if bytes_ == "-" else f"{bytes_} %"]
         )
-    head = (
-        *("8 hosts: a step (times faster)", *(name for *_, name in COLUMNS)),
-        *("1 Gbit/s, whole, own cores: COMPUTED", "bytes"),
-    )
+    head = ["8 hosts: a step (times faster)", *(name for *_, name in COLUMNS), "bytes"]
+    head.insert(1 + COMPUTED_AT, "1 Gbit/s, own cores: COMPUTED")
     return Grid("", head, lines, notes=notes.lines()).markdown()
+
+
+def elsewhere(found: dict[str, Table]) -> str:
+    """README's second table: whole runs with other numbers of hosts and at other rates, wins and losses."""
+    shown = {(8.0, rate) for source, rate, _ in COLUMNS if source == WHOLE}
+    if WHOLE not in found:
+        return missing(WHOLE)
+    rows = [row for row in good(found[WHOLE].rows) if (row["hosts"], row["rate_bits"]) not in shown]
+    grid = lab_tables.everywhere(replace(found[WHOLE], rows=tuple(rows)))
+    return missing(WHOLE) if grid is None else grid.markdown()
 
 
 def _step(rows: list[Row], place: Setting | None, method: str) -> str:
@@ -100,12 +115,13 @@ def _step(rows: list[Row], place: Setting | None, method: str) -> str:
 
 
 def commands(found: dict[str, Table], source: str) -> str:
-    """The commands that made a file's rows, as its rows have them."""
+    """The commands that made a file's rows, and the machines, as its rows have them."""
     if source not in found:
         return missing(source)
-    counts = Counter(row["command"] for row in read(ROOT / "results" / SOURCES[source].file))
-    lines = [[f"`{command}`", str(count)] for command, count in counts.items()]
-    return Grid("", (f"`{SOURCES[source].file}` was made by", "rows"), lines).markdown()
+    rows = read(ROOT / "results" / SOURCES[source].file)
+    counts = Counter((row["command"], row["machine"]) for row in rows)
+    lines = [[f"`{command}`", str(count), machine] for (command, machine), count in counts.items()]
+    return Grid("", (f"`{SOURCES[source].file}` was made by", "rows", "on"), lines).markdown()
 
 
 def missing(source: str) -> str:
@@ -115,6 +131,8 @@ def missing(source: str) -> str:
 def parts(found: dict[str, Table], drawn: dict[str, bytes]) -> Iterator[tuple[str, str, str]]:
     """Page, mark and what belongs there."""
     yield "README.md", "headline", headline(found)
+    yield "README.md", "headline-elsewhere", elsewhere(found)
+    yield "docs/lab.md", "unshaped", lab_overview.unshaped(found)
     for page, name in CLAIMS.items():
         yield page, "claims", claims.table(found, name)
     yield "docs/results.md", "measured", lab_overview.measured(found)

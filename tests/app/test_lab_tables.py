@@ -52,11 +52,16 @@ def test_nothing_is_computed_from_dilated_rows(tmp_path: Path) -> None:
 
 def test_remarks_stand_below(tmp_path: Path) -> None:
     table = table_of(list(report_fixtures.lab_rows()), tmp_path)
-    for make in (lab_tables.steps, lab_tables.everywhere, lab_tables.traffic):
+    bucket = "¹ in one bucket: an invented note"
+    for make, notes in (
+        (lab_tables.steps, (bucket, "² not here")),
+        (lab_tables.everywhere, (bucket,)),
+        (lab_tables.traffic, (bucket,)),
+    ):
         grid = make(table)
-        assert grid is not None and grid.notes == ("¹ in one bucket: an invented note",)
-        assert grid.markdown().endswith(f"|\n\n{grid.notes[0]}")
-        assert f'<p class="remark">{grid.notes[0]}</p>' in grid.html()
+        assert grid is not None and grid.notes == notes
+        assert grid.markdown().endswith("|\n\n" + "\n\n".join(notes))
+        assert all(f'<p class="remark">{note}</p>' in grid.html() for note in notes)
     assert cells(lab_tables.steps(table), "torch PowerSGD, rank 1¹") and not Notes().mark("")
 
 
@@ -175,9 +180,15 @@ def test_break_even_by_hand(tmp_path: Path) -> None:
     rows.append(rows[-1] | {"method": "fp16", "gain": 9.0})
     report_fixtures.write(tmp_path / "cost_model_map.csv", rows)
     grid = tables.break_even(read_table(SOURCES["cost_model_map"], tmp_path / "cost_model_map.csv"))
-    assert grid is not None and grid.head[1] == "wins at the map's rates up to (the next one)"
-    assert [row[1] for row in grid.rows] == ["10 Gbit/s (not at 100 Gbit/s)", "1 Gbit/s", "nowhere"]
-    assert grid.rows[0][2:] == ["2.0 at 1 Gbit/s", "0.80 at 100 Gbit/s"]
+    assert grid is not None and grid.head[0] == "the better of all-gather and sharded"
+    assert grid.head[1] == "wins at the map's rates up to: times faster (the next one)"
+    assert [row[1] for row in grid.rows] == [
+        "10 Gbit/s: 1.10 (100 Gbit/s: 0.80)",
+        "1 Gbit/s: 3.00",
+        "nowhere",
+    ]
+    assert grid.rows[0][2:] == ["2.0 at 1 Gbit/s", "0.80 at 100 Gbit/s", "2.00 at 1 Gbit/s"]
+    assert grid.rows[2][2:] == ["0.2 at 1 Gbit/s", "0.20 at 1 Gbit/s", "0.20 at 1 Gbit/s"]
 
 
 def test_filling_a_page_replaces_remarks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ pytest.importorskip("matplotlib", reason="plots need it")
 
 PICTURES = [picture for section in SECTIONS for picture in section.pictures]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-WIDTH, HEIGHT = 1200, 10_600
+WIDTH, HEIGHT = 1200, 13_400
 
 
 @pytest.fixture(scope="module")

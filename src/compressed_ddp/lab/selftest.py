@@ -14,7 +14,7 @@ from .hosts import Network
 from .shaping import rate_text
 from .tools import LabError
 
-LEAST, MOST = 0.85, 1.0
+LEAST, MOST = 0.90, 1.0
 """The share of the rate that a flow's own bytes must reach, and never exceed. Headers are left out: a perfect
 link gives 0.956, and what gives more than 1 is not shaped."""
 

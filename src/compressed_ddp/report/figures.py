@@ -93,9 +93,9 @@ def settings(rows: Iterable[Row]) -> list[Setting]:
     return sorted(found, key=lambda s: (-s.elements, s.rate_bits, s.hosts, s.compute_ms, s.dilation))
 
 
-def headline(rows: Iterable[Row]) -> Setting | None:
-    """Eight hosts at 1 Gbit/s with the whole model, or what comes nearest."""
-    found = settings(rows)
+def headline(rows: Iterable[Row], rate: float | None = None) -> Setting | None:
+    """Eight hosts at 1 Gbit/s with the whole model, or what comes nearest; at ``rate`` if one is given."""
+    found = [each for each in settings(rows) if rate in (None, each.rate_bits)]
     return max(found, key=lambda s: (s.elements, s.rate_bits == 1e9, s.hosts == 8, s.hosts), default=None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from ..lab.measure import Plan
@@ -56,10 +57,10 @@ def note_of(rows: Iterable[Row]) -> str:
     return "; ".join(dict.fromkeys(part for row in rows if row["note"] for part in row["note"].split("; ")))
 
 
-def steps(table: Table) -> Grid | None:
-    """All methods in the headline's setting."""
+def steps(table: Table, rate: float | None = None) -> Grid | None:
+    """All methods in the headline's setting; in that of another ``rate``, if there are rows of it."""
     rows = good(table.rows)
-    setting = headline(rows)
+    setting = headline(rows, rate)
     if setting is None:
         return None
     mine = of(rows, setting)
@@ -93,13 +94,20 @@ def steps(table: Table) -> Grid | None:
             *([COMPUTED] if computed else []),
         ),
     ]
-    failed = [row["method"] for row in of(table.rows, setting) if row["failed"] and row["method"]]
+    failed = {
+        row["method"]: row["failed"] for row in of(table.rows, setting) if row["failed"] and row["method"]
+    }
     lines += [
-        [title(name), "does not run here", *[NONE] * (len(head) - 2)]
-        for name in dict.fromkeys(failed)
+        [title(name) + notes.mark(_reason(why)), "does not run here", *[NONE] * (len(head) - 2)]
+        for name, why in failed.items()
         if name not in found
     ]
     return Grid(_caption(setting, mine, found, computed), head, lines, frozenset(strong), notes.lines())
+
+
+def slow_steps(table: Table) -> Grid | None:
+    """All methods at 100 Mbit/s."""
+    return steps(table, 1e8)
 
 
 def own_cores(each: Summary, plain: Summary | None, step: str = "{:.1f}", times: str = "{:.2f}") -> str:
@@ -170,11 +178,16 @@ def everywhere(table: Table) -> Grid | None:
         "against plain DDP and the best " + ("comparable hook" if aside else "hook"),
     ]
     for setting, why in refused(table.rows).items():
-        told = f"{setting.hosts} hosts at {setting.rate}: not reported, {why.rstrip(':')}"
+        told = f"{setting.hosts} hosts at {setting.rate}: not reported, {_reason(why)}"
         lines.append([told, *[NONE] * (len(head) - 1)])
     if not lines:
         return None
     return Grid("Every setting that was measured", head, lines, notes=notes.lines())
+
+
+def _reason(why: str) -> str:
+    """Why a row failed, in short: no kind of error before it, nothing in brackets or below it."""
+    return re.sub(r"^\w+Error: ", "", why.split("\n")[0]).split(" (")[0].rstrip(":")
 
 
 def _mark(found: tuple[float, str], rows: Sequence[Row], notes: Notes) -> str:

@@ -58,7 +58,7 @@ _LAB = _columns(
     text="rate model method note failed",
     number="hosts",
     # A lab that was refused has one row, which says why and nothing else.
-    maybe="rate_bits elements compute_ms ratio step_ms cpu_ms socket_sent wire_sent dilation "
+    maybe="rate_bits elements compute_ms ratio buckets step_ms cpu_ms socket_sent wire_sent dilation "
     + " ".join(f"{phase}_ms" for phase in TIMES),
 )
 _SCALABILITY = "python experiments/scalability_analysis.py --hosts 2,4,8,16 --rates 100mbit,1gbit,10gbit"

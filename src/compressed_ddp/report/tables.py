@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
+from ..lab.shaping import parse_rate
 from ..metrics import amount
 from .figures import is_ours, millions, rate_title, ratio_title
 from .grid import NONE, Grid, share
@@ -59,7 +60,18 @@ def training(table: Table) -> Grid | None:
         *("training", "test accuracy", "points against dense", "sent by a worker", "% of dense"),
         *("seconds", "seconds to accuracy"),
     )
-    return Grid("Means over seeds; accuracy ± standard deviation", head, lines) if lines else None
+    return Grid(_seeds(groups.values()), head, lines) if lines else None
+
+
+def _seeds(groups: Iterable[Sequence[Row]]) -> str:
+    """What figures are of, by how many seeds each of them has."""
+    counts = {len({row["seed"] for row in mine}) for mine in groups}
+    if max(counts, default=1) == 1:
+        return "One seed"
+    few, many = min(counts), max(counts)
+    if few == many:
+        return f"Means over {many} seeds; accuracy ± standard deviation"
+    return f"Means over {few} to {many} seeds; accuracy ± standard deviation where there are several"
 
 
 def _mean(rows: Sequence[Row], column: str) -> float | None:
@@ -123,16 +135,25 @@ def kernels(table: Table) -> Grid | None:
 
 
 def model_check(table: Table) -> Grid:
-    """How well the cost model predicts, apart for runs that it was not fitted on."""
+    """How well the cost model predicts, apart for runs that it was not fitted on; and ours by rate."""
+    groups = {
+        name: [row for row in table.rows if is_held_out(row) == wanted]
+        for name, wanted in (("fitted on", False), ("held out", True))
+    }
+    ours = [row for row in table.rows if is_ours(row["method"])]
+    for rate in sorted({row["rate"] for row in ours}, key=parse_rate):
+        groups[f"ours at {rate_title(parse_rate(rate))}"] = [row for row in ours if row["rate"] == rate]
     lines = []
-    for name, wanted in (("fitted on", False), ("held out", True)):
-        mine = [row for row in table.rows if is_held_out(row) == wanted]
-        errors = [abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in mine]
+    for name, mine in groups.items():
+        errors = [100 * (row["predicted_ms"] / row["measured_ms"] - 1) for row in mine]
         if errors:
-            lines.append(
-                [name, str(len(errors)), f"{100 * statistics.median(errors):.1f}", f"{100 * max(errors):.1f}"]
-            )
-    head = ("lab runs", "how many", "median error, %", "largest error, %")
+            sizes = [abs(error) for error in errors]
+            far = [f"{statistics.median(sizes):.1f}", f"{max(sizes):.1f}"]
+            lines.append([name, str(len(mine)), *far, f"{min(errors):+.1f} to {max(errors):+.1f}"])
+    head = (
+        *("lab runs", "how many", "median error, %", "largest error, %"),
+        "from too fast (-) to too slow (+), %",
+    )
     return Grid("Step times that the cost model predicts, against the lab", head, lines)
 
 
@@ -149,31 +170,48 @@ def break_even(table: Table) -> Grid | None:
     """By number of workers: the fastest rate of the map at which the best of ours is faster than dense."""
     lines = []
     for workers in sorted({row["workers"] for row in table.rows}):
-        gains: dict[float, float] = {}
-        for row in table.rows:
-            if row["workers"] == workers and is_ours(row["method"]):
-                gains[row["rate_bits"]] = max(row["gain"], gains.get(row["rate_bits"], 0.0))
+        mine = [row for row in table.rows if row["workers"] == workers and is_ours(row["method"])]
+        gains = _gains(mine)
         if not gains:
             continue
-        winning = [rate for rate, gain in gains.items() if gain > 1]
-        best = max(gains, key=lambda rate: gains[rate])
+        alone = _gains(row for row in mine if row["method"] == "ours-allgather-int8")
         lines.append(
             [
                 f"{workers:,.0f} workers",
-                _last(winning, gains) if winning else "nowhere",
-                f"{gains[best]:.1f} at {rate_title(best)}",
+                _last(gains),
+                _most(gains, "{:.1f}"),
                 f"{gains[max(gains)]:.2f} at {rate_title(max(gains))}",
+                _most(alone, "{:.2f}"),
             ]
         )
     head = (
-        *("", "wins at the map's rates up to (the next one)"),
-        *("most, times faster", "at the fastest network, times"),
+        *(
+            "the better of all-gather and sharded",
+            "wins at the map's rates up to: times faster (the next one)",
+        ),
+        *("most, times faster", "at the fastest network, times", "all-gather alone: most, times"),
     )
     return Grid("Computed by the cost model, not measured", head, lines) if lines else None
 
 
-def _last(winning: Sequence[float], rates: Iterable[float]) -> str:
+def _gains(rows: Iterable[Row]) -> dict[float, float]:
+    """By rate, how many times faster than dense the best is."""
+    gains: dict[float, float] = {}
+    for row in rows:
+        gains[row["rate_bits"]] = max(row["gain"], gains.get(row["rate_bits"], 0.0))
+    return gains
+
+
+def _most(gains: dict[float, float], form: str) -> str:
+    best = max(gains, key=lambda rate: gains[rate], default=None)
+    return NONE if best is None else f"{form.format(gains[best])} at {rate_title(best)}"
+
+
+def _last(gains: dict[float, float]) -> str:
     """The fastest rate that wins, and the one after it: where between them it ends, the map does not say."""
-    last = max(winning)
-    after = min((rate for rate in rates if rate > last), default=None)
-    return rate_title(last) + ("" if after is None else f" (not at {rate_title(after)})")
+    last = max((rate for rate, gain in gains.items() if gain > 1), default=None)
+    if last is None:
+        return "nowhere"
+    after = min((rate for rate in gains if rate > last), default=None)
+    words = f"{rate_title(last)}: {gains[last]:.2f}"
+    return words if after is None else f"{words} ({rate_title(after)}: {gains[after]:.2f})"
