@@ -147,7 +147,7 @@ def test_a_rate_that_diverged_is_not_chosen(script: Any) -> None:
         row(script, script.Run("mnist", "DGC", "tune", 0.01, 100, lr), 50.0 + lr, "nan" if lr == 0.1 else "")
         for lr in (0.02, 0.05, 0.1)
     ]
-    assert script.method_tables.chosen(rows, "mnist", "DGC") == 0.05
+    assert sys.modules["method_plan"].chosen(rows, "mnist", "DGC") == 0.05
 
 
 def test_of_two_rates_that_score_alike_the_smaller_loss_decides(script: Any) -> None:
@@ -155,7 +155,7 @@ def test_of_two_rates_that_score_alike_the_smaller_loss_decides(script: Any) -> 
         row(script, script.Run("mnist", "DGC", "tune", 0.01, 100, lr), 98.0) | {"test_loss": loss}
         for lr, loss in ((0.02, 0.3), (0.05, 0.2), (0.1, 0.25))
     ]
-    assert script.method_tables.chosen(rows, "mnist", "DGC") == 0.05
+    assert sys.modules["method_plan"].chosen(rows, "mnist", "DGC") == 0.05
 
 
 def some_rows(script: Any) -> list[dict[str, str]]:
@@ -184,6 +184,29 @@ def test_tables_and_picture(script: Any, tmp_path: Path) -> None:
     )
     assert "| mnist | 1.0% | error feedback | -0.1 points | -0.40 points | no |" in tables.aims(
         rows, script.TASKS
+    )
+
+
+def test_advice_is_about_what_is_planned(script: Any) -> None:
+    guide = script.method_tables.method_guide
+    for advice in guide.GUIDE:
+        for name in advice.tasks:
+            task = script.TASKS[name]
+            for of in (advice.this, advice.instead):
+                assert of.ratio in task.ratios_of(of.on(task)), (name, of)
+    assert guide.table([], script.TASKS) == ""
+    rows = [
+        {k: str(v) for k, v in row(script, script.Run("mnist", name, "test", ratio, 0, 0.02), score).items()}
+        for name, ratio, score in (
+            ("dense", 1.0, 99.0),
+            ("error feedback", 0.1, 98.5),
+            ("DGC, no warm-up", 0.1, 98.25),
+        )
+    ]
+    found = guide.table(rows, script.TASKS).splitlines()
+    assert len(found) == 3, "the advice for which something was measured"
+    assert (
+        "| mnist -0.50 points (13.00%) | DGC, no warm-up, 10.0% | mnist -0.75 points (13.00%) |" in found[2]
     )
 
 
