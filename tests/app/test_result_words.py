@@ -173,5 +173,25 @@ def test_sentences_about_the_map_and_the_trainings_are_so() -> None:
         machines = {
             (row["dataset"], row["machine"]) for row in csv.DictReader(file) if row["model"] == "simple_cnn"
         }
+        file.seek(0)
+        resnet = {
+            (float(row["ratio"]), int(row["epochs"])): row
+            for row in csv.DictReader(file)
+            if row["model"] == "resnet18"
+        }
+    accuracy, seconds = (
+        {at: float(row[name]) for at, row in resnet.items()} for name in ("accuracy", "seconds")
+    )
+    assert max(accuracy[0.1, 6], accuracy[0.01, 6]) < accuracy[1.0, 6] <= accuracy[0.1, 12]
+    assert 4.5 < seconds[1.0, 6] / seconds[0.1, 6] < 6 and seconds[0.1, 12] < seconds[1.0, 6] / 2
     assert len(machines) == 2  # a machine for each dataset, and not the same one
     assert len({machine for _, machine in machines}) == 2
+
+
+def test_longer_trainings_have_no_part_in_how_many_times_faster(tmp_path: Path) -> None:
+    faster = experiment.load("claim_figures").faster("mnist")
+    rows = list(report_fixtures.training_rows(lab=True))
+    sparse = next(row for row in rows if row["dataset"] == "mnist" and row["ratio"] != 1.0)
+    told = faster(table_of(rows, tmp_path, "lab_training"))
+    longer = [*rows, sparse | {"epochs": 99, "seconds": 1e6}]
+    assert told and faster(table_of(longer, tmp_path, "lab_training")) == told
