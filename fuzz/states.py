@@ -33,6 +33,7 @@ LAYOUTS = (
     BucketLayout(("v",), (torch.Size([90]),)),
 )
 SHAPES = {name: shape for each in LAYOUTS for name, shape in zip(each.names, each.shapes, strict=True)}
+DTYPES = dict.fromkeys(SHAPES, torch.float32)
 WORLD = 2
 
 THINGS: list[Callable[[], Any]] = [
@@ -123,7 +124,7 @@ def one_state(data: bytes) -> bool:
     else:
         _must_fit(states[0], saved)
         accepted = True
-    for read in (lambda: check_local(states[0], SHAPES), lambda: reshard_states(states, 3)):
+    for read in (lambda: check_local(states[0], SHAPES, DTYPES), lambda: reshard_states(states, 3)):
         try:
             read()
         except ValueError:  # the one way to say no
