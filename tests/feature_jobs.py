@@ -380,6 +380,14 @@ def disagree(rank: int, world: int, field: str) -> str:
     return "nothing was said"
 
 
+def told_by_loading(sync: GradientSync, state: Any) -> str:
+    try:
+        sync.load_state_dict(state)
+    except (ValueError, SyncError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
 def damaged_state(rank: int, world: int, what: str) -> tuple[str, bool]:
     """Rank 1's state does not fit: everyone must refuse, and nothing may change."""
     model = DDP(small_model())
@@ -417,11 +425,7 @@ def damaged_state(rank: int, world: int, what: str) -> tuple[str, bool]:
             state["buckets"][0]["state"]["owner"][:] = torch.nan
         elif what == "owner shape":
             state["buckets"][0]["state"]["owner"] = torch.zeros(5)
-    said = "nothing was said"
-    try:
-        sync.load_state_dict(state)
-    except (ValueError, SyncError) as error:
-        said = f"{type(error).__name__}: {error}"
+    said = told_by_loading(sync, state)
     unchanged = sync.residual_norm() == before and sync.step == 1
     loss_of(model, rank, 1).backward()
     sync.close()
@@ -724,11 +728,7 @@ def odd_state_of_a_channels_last_model(rank: int, world: int, what: str) -> tupl
             state["buckets"] = 5
         elif what == "strides":
             state["buckets"][0]["strides"] = [5]
-    said = "nothing was said"
-    try:
-        sync.load_state_dict(state)
-    except (ValueError, SyncError) as error:
-        said = f"{type(error).__name__}: {error}"
+    said = told_by_loading(sync, state)
     unchanged = sync.residual_norm() == before and sync.step == 1
     model(torch.ones(2, 4, 5, 5)).sum().backward()
     sync.close()
