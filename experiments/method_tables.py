@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import method_guide
-from method_plan import DENSE, OPTIMIZERS, SEEDS, WORKERS, Row, Task
+from method_plan import DENSE, OPTIMIZERS, SEEDS, TUNE, WORKERS, Row, Task, chosen, rates
 from method_results import Result, by_accuracy, default, dense_of, gap, markdown, results, score, share
 from pages import fill
 
@@ -164,12 +164,31 @@ def aims(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
     return markdown(("task", "ratio", "method", "aim", "measured", "reached"), lines)
 
 
+def by_rate(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
+    """Which learning rates were tried, and who chose the largest: it might have done better with more."""
+    lines = []
+    for name, task in tasks.items():
+        found = {row["method"] for row in rows if (row["task"], row["purpose"]) == (name, TUNE)}
+        tuned = [each for each in task.methods if each in found]
+        if not tuned:
+            continue
+        last = [
+            each for each in tuned if chosen(rows, name, each) == max(rates(task, task.methods[each]))
+        ]
+        who = ", ".join(last) if len(last) <= len(tuned) / 2 else "all"
+        if who == "all" and len(last) < len(tuned):
+            who += f" but {', '.join(each for each in tuned if each not in last)}"
+        lines.append([name, ", ".join(f"{rate:g}" for rate in task.rates), who or "none"])
+    return markdown(("task", "rates tried", "chose the largest"), lines)
+
+
 def parts(rows: Sequence[Row], tasks: Mapping[str, Task], picture: str = "") -> Iterator[tuple[str, str]]:
     """Mark and what belongs there; ``picture`` is its address seen from the page."""
     missing = markdown((" ",), [[f"not measured yet: `{COMMAND}`"]])
     yield "methods-picture", f"![accuracy or loss against bytes sent, by task]({picture})" if picture else ""
     for name in WHOLE:
         yield f"methods-{name}", table(rows, name, tasks[name]) or missing
+    yield "methods-rates", by_rate(rows, tasks) or missing
     yield "methods-optimizers", by_optimizer(rows, tasks) or missing
     yield "methods-workers", by_workers(rows, tasks) or missing
     yield "methods-aims", aims(rows, tasks) or missing
