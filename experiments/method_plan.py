@@ -233,6 +233,7 @@ def chosen(rows: Sequence[Row], name: str, method: str) -> float:
         float(row["lr"]): (sign * float(row[task.score]), -float(row["test_loss"]))
         for row in rows
         if (row["task"], row["method"], row["purpose"]) == (name, method, TUNE) and not row["failed"]
+        if float(row["lr"]) in rates(task, task.methods[method])  # others were tried once, and not by all
     }
     return max(tuned, key=lambda rate: tuned[rate]) if tuned else rates(task, task.methods[method])[0]
 

@@ -172,12 +172,10 @@ def by_rate(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
         tuned = [each for each in task.methods if each in found]
         if not tuned:
             continue
-        last = [
-            each for each in tuned if chosen(rows, name, each) == max(rates(task, task.methods[each]))
-        ]
-        who = ", ".join(last) if len(last) <= len(tuned) / 2 else "all"
+        last = [each for each in tuned if chosen(rows, name, each) == max(rates(task, task.methods[each]))]
+        who = "; ".join(last) if len(last) <= len(tuned) / 2 else "all"
         if who == "all" and len(last) < len(tuned):
-            who += f" but {', '.join(each for each in tuned if each not in last)}"
+            who += f" but {'; '.join(each for each in tuned if each not in last)}"
         lines.append([name, ", ".join(f"{rate:g}" for rate in task.rates), who or "none"])
     return markdown(("task", "rates tried", "chose the largest"), lines)
 

@@ -158,6 +158,39 @@ def test_of_two_rates_that_score_alike_the_smaller_loss_decides(script: Any) -> 
     assert sys.modules["method_plan"].chosen(rows, "mnist", "DGC") == 0.05
 
 
+def test_a_rate_that_is_not_tried_any_more_is_not_chosen(script: Any) -> None:
+    rows = [
+        row(script, script.Run("mnist", "DGC", "tune", 0.01, 100, lr), 90.0 + lr) for lr in (0.02, 0.05, 0.3)
+    ]
+    assert sys.modules["method_plan"].chosen(rows, "mnist", "DGC") == 0.05
+
+
+def test_who_chose_the_largest_rate_is_told(script: Any) -> None:
+    def tuned(task: str, best: dict[str, float]) -> list[dict[str, Any]]:
+        return [
+            row(
+                script,
+                script.Run(task, method, "tune", 1.0 if method == "dense" else 0.01, 100, lr),
+                98.0 - abs(lr - wanted),
+            )
+            for method, wanted in best.items()
+            for lr in script.TASKS[task].rates
+        ]
+
+    tables = script.method_tables
+    assert tables.by_rate([], script.TASKS) == ""
+    rows = tuned("mnist", {"dense": 0.1, "DGC": 0.1, "adaptive": 0.1, "error feedback": 0.02})
+    rows += tuned("nesterov", {"dense": 0.05, "error feedback": 0.1})
+    rows += tuned("sgd", {"dense": 0.1, "error feedback": 0.2}) + tuned("cifar10", {"dense": 0.02})
+    lines = tables.by_rate(rows, script.TASKS).splitlines()[2:]
+    assert lines == [
+        "| mnist | 0.02, 0.05, 0.1 | all but error feedback |",
+        "| cifar10 | 0.005, 0.01, 0.02 | all |",
+        "| sgd | 0.1, 0.2, 0.5 | none |",
+        "| nesterov | 0.02, 0.05, 0.1 | error feedback |",
+    ]
+
+
 def some_rows(script: Any) -> list[dict[str, str]]:
     """MNIST: dense and error feedback with all seeds, DGC diverged once and is not run again yet."""
     rows = []
