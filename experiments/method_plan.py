@@ -124,7 +124,7 @@ TEXT |= {"collective": "allgather"}
 # Small batches: in few steps most of what is owed would never be sent, whatever the method.
 CIFAR = IMAGES | {"dataset": "cifar10", "model": "resnet18", "limit": 2_500, "epochs": 4, "batch_size": 8}
 CIFAR |= {"precision": "bf16"}
-IMAGE_RATES, CIFAR_RATES, ACCURACY = (0.02, 0.05, 0.1), (0.005, 0.01, 0.02), "test_accuracy"
+IMAGE_RATES, CIFAR_RATES, ACCURACY = (0.02, 0.05, 0.1), (0.005, 0.01, 0.02, 0.05), "test_accuracy"
 ADAM_RATES = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)
 
 
