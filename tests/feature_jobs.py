@@ -21,6 +21,7 @@ from compressed_ddp import (
     DistributedBackend,
     ErrorFeedbackBuffer,
     SplitAdam,
+    SplitSGD,
     SyncError,
     attach,
     compressed_hook,
@@ -340,6 +341,18 @@ def refused(rank: int, world: int, what: str) -> str:
         elif what == "momentum twice":
             model = DDP(small_model())
             attach(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        elif what == "momentum twice on one rank":
+            model = DDP(small_model())
+            one = SplitSGD(model.parameters()) if rank else torch.optim.SGD(model.parameters(), 0.1, 0.9)
+            attach(model, CompressionConfig(sync_timeout=PATIENT), optimizer=one)
+        elif what == "ignored":
+            net = small_model()
+            DDP._set_params_and_buffers_to_ignore_for_model(net, ["0.bias"])
+            model = DDP(net)
+            attach(model, optimizer=SplitSGD(model.parameters()))
+        elif what == "one bit, unused":
+            model = DDP(small_model(), find_unused_parameters=True)
+            attach(model, CompressionConfig(compressor="sign"))
         elif what == "closed":
             model = DDP(small_model())
             attach(model).close()

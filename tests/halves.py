@@ -11,7 +11,7 @@ from compressed_ddp import CompressionConfig, SplitAdam, SplitOptimizer
 from compressed_ddp.communication import Reducer
 from compressed_ddp.compression.factory import from_config
 from compressed_ddp.layout import BucketLayout
-from compressed_ddp.types import Transport
+from compressed_ddp.types import Slot, Transport
 
 SHAPES = {"weight": torch.Size([30, 20]), "bias": torch.Size([300]), "late": torch.Size([7, 50])}
 LAYOUT = BucketLayout(tuple(SHAPES), tuple(SHAPES.values()))
@@ -37,6 +37,12 @@ def joined(named: dict[str, nn.Parameter], **options: Any) -> SplitAdam:
 def reducer(net: Transport, sender: SplitOptimizer, **options: Any) -> Reducer:
     config = CompressionConfig(**options)
     return Reducer(from_config(config), config, net, sender=sender)
+
+
+def first_half(optimizer: SplitOptimizer, layout: BucketLayout = LAYOUT) -> None:
+    """As if gradients of zero had been synchronised."""
+    slots = {name: Slot(torch.zeros(layout.numel)) for name in optimizer.memories}
+    optimizer.before_(layout, torch.zeros(layout.numel), slots, [0] * len(layout.names))
 
 
 def give(named: dict[str, nn.Parameter], flat: Tensor) -> None:

@@ -295,7 +295,10 @@ def test_states_that_differ_or_are_damaged_are_refused() -> None:
     def no_table(state: dict[str, Any], rank: int) -> None:
         state["factors"] = [1.0]
 
-    for spoil in (other, nan, no_table):
+    def more(state: dict[str, Any], rank: int) -> None:
+        state["factors"] = dict.fromkeys(state["factors"], 50.0)
+
+    for spoil in (other, nan, no_table, more):
         run_in_process(2, lambda net, spoil=spoil: work(net, spoil))
 
 
@@ -306,6 +309,11 @@ def test_states_that_differ_or_are_damaged_are_refused() -> None:
 def test_it_needs_a_debt_to_look_at(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="adapt_every=3 needs topk with error feedback"):
         run_in_process(2, lambda net: reducer(net, **options))
+
+
+def test_it_says_itself_where_entries_are_sought() -> None:
+    with pytest.raises(ValueError, match="adapt_every=3 with scope='tensor'"):
+        run_in_process(2, lambda net: reducer(net, scope="tensor"))
 
 
 @pytest.mark.parametrize("every", [-1, 2.5])

@@ -102,6 +102,37 @@ def test_same_bits_and_nothing_lost(name: str, way: str, world: int) -> None:
         assert ledger.collectives == {way: 1}
 
 
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_what_was_not_used_stays_owed(name: str, way: str) -> None:
+    """Unused by one rank, or by all: then DDP throws the result away, and nothing may have been paid."""
+    cls, (begin, end) = COMPRESSORS[name], (LAYOUT.offsets[2], LAYOUT.offsets[3])
+
+    def work(net: Transport) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        mine = reducer(net, compressor=name, collective=way, hold_unused=True)
+        applied, true = torch.zeros(2, LAYOUT.numel, dtype=torch.float64)
+        for step in range(12):
+            bucket = gradient(net.rank, step)
+            if step % 4 == 3 or step % 3 == net.rank:
+                bucket[begin:end] = 0
+            true += bucket
+            mine.reduce_(LAYOUT, bucket, last=True)
+            if step % 4 == 3:
+                bucket[begin:end] = 0
+            applied += bucket
+        return applied, true, mine.state_dict()
+
+    if not cls.says_zero:
+        with pytest.raises(ValueError, match=f"{name!r} has one bit an entry and cannot say nothing"):
+            run_in_process(3, work)
+        return
+    ranks = run_in_process(3, work)
+    if not ranks[0][2]["config"]["error_feedback"]:
+        return
+    owed = sum(flatten(debt(state)) for *_, state in ranks) / 3
+    true = sum(true for _, true, _ in ranks) / 3
+    torch.testing.assert_close(ranks[0][0] + owed, true, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("way", ["allgather", "sharded"])
 @pytest.mark.parametrize("scope", ["bucket", "tensor"])
 @pytest.mark.parametrize("values", ["fp32", "fp16", "bf16", "int8", "int4"])

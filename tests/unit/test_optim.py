@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 from comparing import same
-from halves import EXACT, LAYOUT, SHAPES, give, gradient, joined, parameters, reducer
+from halves import EXACT, LAYOUT, SHAPES, first_half, give, gradient, joined, parameters, reducer
 from torch import Tensor, nn
 
 from compressed_ddp import (
     CompressionConfig,
     DistributedBackend,
     SplitAdam,
+    SplitOptimizer,
+    SplitSGD,
     SyncError,
     reshard_states,
 )
@@ -285,7 +287,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
 
 def test_mistakes_are_named() -> None:
     named = parameters()
-    with pytest.raises(RuntimeError, match=r"first one never ran: pass it to attach"):
+    with pytest.raises(RuntimeError, match=r"first one did not run for these gradients: pass it to attach"):
         SplitAdam(named.values()).step()
     with pytest.raises(ValueError, match=r"does not have parameter 'late'"):
         SplitAdam([named["weight"], named["bias"]]).join(named)
@@ -299,12 +301,63 @@ def test_mistakes_are_named() -> None:
         attach(model, optimizer=SplitAdam(model.parameters()))  # type: ignore[arg-type]
 
 
+def test_a_step_wants_a_first_half_of_its_own() -> None:
+    """Else it would subtract raw gradients: of a model attached anew without it, of a second step."""
+    named = parameters()
+    optimizer = joined(named)
+    optimizer.step()  # nothing to move
+    give(named, gradient(0))
+    before = {name: p.detach().clone() for name, p in named.items()}
+    with pytest.raises(RuntimeError, match=r"SplitAdam works in two halves and the first one did not run"):
+        optimizer.step()
+    first_half(optimizer)
+    optimizer.step()
+    moved = {name: p.detach().clone() for name, p in named.items()}
+    assert not same(before, moved)
+    with pytest.raises(RuntimeError, match=r"step once after gradients were synchronised"):
+        optimizer.step()
+    assert same(moved, {name: p.detach() for name, p in named.items()})
+
+
+def test_what_nobody_synchronises_is_refused() -> None:
+    named = parameters()
+    stranger = nn.Parameter(torch.zeros(3, 5))
+    optimizer = SplitAdam([*named.values(), stranger])
+    with pytest.raises(ValueError, match=r"shape \(3, 5\) whose gradient nobody synchronises"):
+        optimizer.join(named)
+    stranger.requires_grad_(False)
+    optimizer.join(named)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [SplitAdam, SplitSGD])
+def test_in_16_bits_what_is_sent_is_not_rounded_first(dtype: torch.dtype, kind: type[SplitOptimizer]) -> None:
+    """An update of 1e-8 is nothing in float16; the residual has 32 bits and gets it whole."""
+
+    def work(net: Transport) -> None:
+        found = []
+        for width in (dtype, torch.float32):
+            named = {name: nn.Parameter(p.detach().to(width)) for name, p in parameters().items()}
+            optimizer = kind(named.values(), lr=1e-8)
+            optimizer.join(named, net.world_size)
+            sync = reducer(net, optimizer, ratio=0.05, values="fp32")
+            for step in range(3):
+                sync.reduce_(LAYOUT, gradient(step, net.rank).clamp(-3, 3).to(dtype).to(width), last=True)
+            found.append(sync.state_dict())
+        narrow, wide = found
+        assert same(narrow["residuals"], wide["residuals"]) and same(narrow["kept"], wide["kept"])
+        assert any(bool(residual.any()) for residual in narrow["residuals"].values())
+
+    run_in_process(2, work)
+
+
 def test_a_closure_is_called() -> None:
     named = parameters()
     optimizer = joined(named)
     before = named["bias"].detach().clone()
 
     def closure() -> Tensor:
+        first_half(optimizer)
         for parameter in named.values():
             parameter.grad = torch.ones_like(parameter)
         return torch.tensor(3.0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import same
+from halves import first_half
 from torch import Tensor, nn
 
 from compressed_ddp import (
@@ -281,6 +282,57 @@ def test_where_there_was_no_gradient_nothing_moves() -> None:
 
 
 @WAYS
+@pytest.mark.parametrize("options", [{"scope": "tensor"}, {"adapt_every": 1, "ratio": 0.5}])
+def test_a_tensor_that_is_sent_whole_keeps_its_momentum(way: str, options: dict[str, Any]) -> None:
+    """Nothing in it is ever late: masked, it would have no momentum at all."""
+    layout = BucketLayout(("whole", "weight"), (torch.Size([1]), torch.Size([5000])))
+    if "adapt_every" in options:  # so loud that all of it is chosen
+        layout = BucketLayout(("whole", "weight"), (torch.Size([300]), torch.Size([5000])))
+    size = layout.numels[0]
+
+    def work(net: Transport) -> None:
+        named = {n: nn.Parameter(torch.zeros(s)) for n, s in zip(layout.names, layout.shapes, strict=True)}
+        optimizer = SplitSGD(named.values(), momentum=0.5)
+        optimizer.join(named, net.world_size)
+        sync = reducer(
+            net, optimizer, collective=way, **{"min_compress_numel": 0, "values": "fp32"} | options
+        )
+        applied = []
+        for step in range(5):
+            grad = torch.randn(layout.numel, generator=torch.Generator().manual_seed(10 * step + net.rank))
+            grad[:size] = 1000.0
+            sync.reduce_(layout, grad, last=True)
+            applied.append(grad[:size])
+        # Its shares are known after the first step, which may have masked it.
+        before = applied[0] if "adapt_every" not in options else applied[1]
+        for now in applied[1 if "adapt_every" not in options else 2 :]:
+            before = 0.5 * before + 1000.0
+            torch.testing.assert_close(now, before)
+        state = sync.state_dict()
+        assert bool((state["kept"]["momentum"]["weight"] == 0).any()), "the other one is masked"
+
+    run_in_process(2, work)
+
+
+def test_a_threshold_masks_what_it_sends_at_any_ratio() -> None:
+    layout = BucketLayout(("weight",), (torch.Size([5000]),))
+
+    def work(net: Transport) -> None:
+        named = {"weight": nn.Parameter(torch.zeros(5000))}
+        optimizer = SplitSGD(named.values(), momentum=0.9)
+        optimizer.join(named, net.world_size)
+        options = {"compressor": "threshold", "threshold": 2.0, "collective": "allgather"}
+        sync = reducer(net, optimizer, **EXACT | options)
+        grad = torch.randn(5000, generator=torch.Generator().manual_seed(net.rank))
+        sent = grad.abs() >= 2.0
+        sync.reduce_(layout, grad, last=True)
+        assert 0 < int(sent.sum()) < 5000
+        assert torch.equal(sync.state_dict()["kept"]["momentum"]["weight"] == 0, sent)
+
+    run_in_process(2, work)
+
+
+@WAYS
 def test_saved_and_loaded_it_goes_on_exactly(way: str) -> None:
     def work(net: Transport) -> None:
         options = {"nesterov": True, "max_norm": 5.0}
@@ -417,6 +469,7 @@ def test_weight_decays_momentum_is_in_the_state() -> None:
     optimizer = SplitSGD(named.values(), lr=0.1, weight_decay=0.1)
     optimizer.join(named)
     for step in range(3):
+        first_half(optimizer, LAYOUT)
         give(named, gradient(step))
         optimizer.step()
     again = {name: nn.Parameter(p.detach().clone()) for name, p in named.items()}
@@ -424,6 +477,7 @@ def test_weight_decays_momentum_is_in_the_state() -> None:
     other.join(again)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares the tensors
     for mine, parameters_ in ((optimizer, named), (other, again)):
+        first_half(mine, LAYOUT)
         give(parameters_, gradient(3))
         mine.step()
     assert all(torch.equal(named[name], again[name]) for name in SHAPES)

@@ -157,4 +157,10 @@ def check_factors(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) ->
             raise ValueError(f"state has a ratio for {name!r}, which this model does not have")
         if not isinstance(factor, float) or not 0.0 <= factor < float("inf"):
             raise ValueError(f"damaged state: the ratio's factor of {name!r} is {factor!r}")
+    numels = {name: shapes[name].numel() for name in factors}
+    whole, found = sum(numels.values()), math.fsum(factors[name] * numels[name] for name in factors)
+    if not math.isclose(found, whole, rel_tol=1e-6):
+        raise ValueError(
+            f"damaged state: the ratio's factors would send {found / whole:g} times as much as the ratio says"
+        )
     return dict(factors)

@@ -30,6 +30,17 @@ def resolve(config: CompressionConfig, compressor: BaseCompressor) -> Compressio
             f"adapt_every={config.adapt_every} needs topk with error feedback (memory='ef'): it distributes "
             "entries by what is owed. Leave it out otherwise"
         )
+    if config.adapt_every and config.scope != "bucket":
+        raise ValueError(
+            f"adapt_every={config.adapt_every} with scope={config.scope!r}: it says itself where entries are "
+            "sought. Leave one of them out"
+        )
+    if config.hold_unused and feedback and config.memory == "ef" and not compressor.says_zero:
+        raise ValueError(
+            f"{compressor.name!r} has one bit an entry and cannot say nothing about a parameter that was not "
+            "used, so what is owed for it would be lost. Use find_unused_parameters=False "
+            "(hold_unused=False), or another compressor, or memory='ef21'"
+        )
     if config.scope not in compressor.scopes:
         raise ValueError(f"{compressor.name!r} has no scope={config.scope!r}; use {compressor.scopes[0]!r}")
     if config.collective not in ("auto", *COLLECTIVES):

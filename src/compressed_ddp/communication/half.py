@@ -23,6 +23,7 @@ class FirstHalf:
 
     def __init__(self, sender: SenderHalf | None) -> None:
         self._sender = sender
+        self.works = sender is not None
         self.memories = sender.memories if sender is not None else ()
         self.masking = sender is not None and sender.masking
         self._missed: dict[str, int] = {}

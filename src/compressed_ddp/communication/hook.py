@@ -44,7 +44,7 @@ class GradientSync:
         self,
         model: DistributedDataParallel,
         config: CompressionConfig,
-        optimizer: SplitOptimizer | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         parameters = dict(model.module.named_parameters())
         device = next((p.device for p in parameters.values() if p.requires_grad), torch.device("cpu"))
@@ -55,21 +55,25 @@ class GradientSync:
         left = set(model.parameters_to_ignore)
         self._shared = {name: p for name, p in parameters.items() if name not in left and _has_bits(p)}
 
-        def prepare() -> tuple[tuple[BaseCompressor, CompressionConfig], dict[str, Any]]:
+        def prepare() -> tuple[
+            tuple[BaseCompressor, CompressionConfig, SplitOptimizer | None], dict[str, Any]
+        ]:
             _check_model(model, parameters)
             compressor = from_config(config, device)
             hold = config.hold_unused or (model.find_unused_parameters and not model.static_graph)
             resolved = resolve(replace(config, hold_unused=hold), compressor)
             told = fingerprint(resolved, parameters)
-            if optimizer is not None:
-                optimizer.join(parameters, self._transport.world_size, memory_order=True)
-                told["optimizer"] = optimizer.describe()
-            return (compressor, resolved), told
+            halves = None if optimizer is None else checked_split(optimizer)
+            if halves is not None:
+                synchronised = {name: p for name, p in parameters.items() if name not in left}
+                halves.join(synchronised, self._transport.world_size, memory_order=True)
+                told["optimizer"] = halves.describe()
+            return (compressor, resolved, halves), told
 
         self._transport = TorchTransport(model.process_group, config.sync_timeout)
         try:
-            compressor, resolved = agree(self._transport, device, prepare)
-            self._reducer = Reducer(compressor, resolved, self._transport, device=device, sender=optimizer)
+            compressor, resolved, halves = agree(self._transport, device, prepare)
+            self._reducer = Reducer(compressor, resolved, self._transport, device=device, sender=halves)
         except BaseException:
             self._transport.close()
             raise
@@ -280,8 +284,7 @@ def attach(
         raise TypeError(
             f"attach needs a CompressionConfig, got {config!r}; CompressionConfig(compressor=...)"
         )
-    halves = None if optimizer is None else checked_split(optimizer)
-    sync = GradientSync(model, config or CompressionConfig(), halves)
+    sync = GradientSync(model, config or CompressionConfig(), optimizer)
     try:
         model.register_comm_hook(sync, compressed_hook)
     except BaseException:

@@ -35,11 +35,15 @@ def deliver_(bucket: Tensor, mean: Tensor, scale: float = 1.0) -> bool:
     return all_finite(bucket)
 
 
-def unscaled_(bucket: Tensor, scale: float) -> Tensor:
-    """``bucket`` divided by ``scale``: itself, or a float32 copy, for in 16 bits small ones would vanish."""
-    if scale == 1.0:
+def unscaled_(bucket: Tensor, scale: float, *, changes: bool = False) -> Tensor:
+    """``bucket`` divided by ``scale``: itself, or a float32 copy, for in 16 bits small ones would vanish.
+
+    ``changes``: something else will be made of it before it is sent, which has to fit too.
+    """
+    if scale == 1.0 and not changes:
         return bucket
-    return (bucket.to(torch.float32) if bucket.element_size() < 4 else bucket).mul_(1.0 / scale)
+    wide = bucket.to(torch.float32) if bucket.element_size() < 4 else bucket
+    return wide if scale == 1.0 else wide.mul_(1.0 / scale)
 
 
 class Packer:
@@ -64,7 +68,7 @@ class Packer:
         self._shapes = [(part.local_numel(s), part.k(s), self.small[s].numel()) for s in shards]
         self._nbytes = [self.codec.nbytes(*shape) for shape in self._shapes]
         self.row_bytes = max(self._nbytes)
-        self._chooses = part.total < part.numel - small.numel()
+        self._waiting = [self._where_it_waits(s) for s in shards]
 
     def pack_(
         self,
@@ -100,9 +104,9 @@ class Packer:
                 row, where = rows[shard, :size], stamp._replace(shard=stamp.shard + shard)
                 if finite:
                     seen = self._encode(row, shard, taken[shard], small[shard], out, where)
-                    if sent is not None and self._chooses:
+                    if sent is not None:
                         # A zero says nothing: rounded away, of a small tensor, or held.
-                        sent.append(self.part.to_global(taken[shard][1][seen != 0], shard))
+                        sent.append(self._chosen(shard, taken[shard][1][seen != 0]))
                 else:
                     numel, _, dense = self._shapes[shard]
                     self.codec.encode_not_finite(row, numel, dense, where)
@@ -112,6 +116,23 @@ class Packer:
         if self.scaled:
             self.compressor.stats.add(original, rows.numel(), time.perf_counter() - start)
         return rows
+
+    def _where_it_waits(self, shard: int) -> tuple[Tensor, Tensor]:
+        """Where each quota of ``shard`` ends, and whether anything in it may have to wait."""
+        small, ends, waits = self.small_local[shard], [], []
+        for start, stop, k in self.part.quotas[shard]:
+            apart = int(((small >= start) & (small < stop)).sum())
+            ends.append(stop)
+            waits.append(k < stop - start - apart or not self.compressor.fills)
+        return torch.tensor(ends, dtype=torch.int64, device=small.device), torch.tensor(
+            waits, dtype=torch.bool, device=small.device
+        )
+
+    def _chosen(self, shard: int, indices: Tensor) -> Tensor:
+        """Bucket positions of those local ``indices`` that were chosen among others."""
+        ends, waits = self._waiting[shard]
+        among = waits[torch.searchsorted(ends, indices, right=True)]
+        return self.part.to_global(indices[among], shard)
 
     @staticmethod
     def _detach_(gradient: Tensor, residual: Tensor | None, positions: Tensor) -> Tensor:

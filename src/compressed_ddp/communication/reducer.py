@@ -134,9 +134,9 @@ class Reducer:
         run chooses what the uninterrupted run would have chosen.
         """
         if layout.numel > 0:
-            local = unscaled_(bucket, scale)
+            local = unscaled_(bucket, scale, changes=self._half.works)
             self._mean_(layout, local, joined)
-            if scale != 1.0:
+            if local is not bucket or scale != 1.0:
                 self._finite &= deliver_(bucket, local, scale)
             if self.transport.world_size > 1:
                 self.stats.bucket(bucket.numel() * bucket.element_size(), self.transport.world_size)

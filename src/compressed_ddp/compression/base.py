@@ -62,6 +62,10 @@ class BaseCompressor(ABC):
     """Whether ``take_parts`` may be given the residual itself as ``out``: it fails before it writes."""
     adapts: ClassVar[bool] = False
     """Whether it seeks the largest entries in ranges, so that shares may differ from range to range."""
+    fills: ClassVar[bool] = True
+    """Whether it sends as many entries as a message has room for."""
+    says_zero: ClassVar[bool] = True
+    """Whether a message can say that there is nothing to send for an entry."""
     contraction: bool = True
     """Compressing never leaves more error than there was signal, so error feedback converges."""
     unbiased: bool = False

@@ -17,6 +17,7 @@ class SignCompressor(FullCompressor):
     """
 
     name = "sign"
+    says_zero = False
     value_formats = ("sign",)
 
 
@@ -30,6 +31,7 @@ class OneBitCompressor(FullCompressor):
     """
 
     name = "onebit"
+    says_zero = False
     value_formats = ("onebit",)
 
 

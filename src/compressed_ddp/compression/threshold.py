@@ -27,6 +27,7 @@ class ThresholdCompressor(BaseCompressor):
     """
 
     name = "threshold"
+    fills = False
 
     def __init__(
         self,

@@ -56,6 +56,8 @@ class SplitOptimizer(torch.optim.Optimizer):
         self._group_of: dict[str, int] = {}
         self._numel = 0
         self._laid: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
+        self._halfway = False
+        """The first half ran, and the second did not yet."""
 
     def join(
         self, parameters: Mapping[str, Tensor], world_size: int = 1, *, memory_order: bool = False
@@ -73,6 +75,15 @@ class SplitOptimizer(torch.optim.Optimizer):
                 f"the optimizer does not have parameter {missing[0]!r}: build it on the parameters of the "
                 "model that attach gets, or freeze those it shall not train (requires_grad_(False))"
             )
+        known = {id(p) for p in trained.values()}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and id(p) not in known:
+                    raise ValueError(
+                        f"the optimizer has a parameter of shape {tuple(p.shape)} whose gradient nobody "
+                        "synchronises (another model's, or one that DDP was told to ignore): give it an "
+                        "optimizer of its own"
+                    )
         self._group_of = {name: groups[id(p)] for name, p in trained.items()}
         self._numel = sum(p.numel() for p in trained.values())
         self.world_size = world_size
@@ -91,6 +102,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         ``taken``: how many steps each parameter was there for before; not all need have been in all steps.
         What comes out is not finite wherever the gradient, or what would be remembered of it, is not.
         """
+        self._halfway = True
         gradient = bucket.to(torch.float32)
         if self.max_norm is not None:
             limit = self.max_norm * self.slack() * math.sqrt(layout.numel / self._numel)
@@ -135,11 +147,14 @@ class SplitOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._group_of:
+        moves = any(p.grad is not None for group in self.param_groups for p in group["params"])
+        if not self._group_of or (moves and not self._halfway):
             raise RuntimeError(
-                f"{type(self).__name__} works in two halves and the first one never ran: "
-                "pass it to attach(model, config, optimizer=...), or to DistributedBackend(optimizer=...)"
+                f"{type(self).__name__} works in two halves and the first one did not run for these "
+                "gradients: pass it to attach(model, config, optimizer=...) or to "
+                "DistributedBackend(optimizer=...), and step once after gradients were synchronised"
             )
+        self._halfway = False
         for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None]
             if moved:
