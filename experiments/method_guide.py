@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from method_plan import Row, Task
-from method_results import Result, default, dense_of, gap, markdown, results, share
+from method_results import Result, default, dense_of, distance, markdown, results, share
 
 IMAGES = ("mnist", "fashion")
 
@@ -41,7 +41,7 @@ GUIDE = (
     ),
     Advice(
         "SGD with momentum, 1 %",
-        "`--momentum-correction --clip-norm`",
+        "`--momentum-correction --clip-norm 2`",
         IMAGES,
         Of("DGC, no warm-up", 0.01),
         Of("error feedback", 0.01),
@@ -55,7 +55,7 @@ GUIDE = (
     ),
     Advice(
         "0.1 %, and bytes to spare at the start",
-        "with `--no-momentum-masking --ratio-schedule warmup`",
+        "with `--no-momentum-masking --ratio-schedule warmup --ratio-warmup 0.5`",
         IMAGES,
         Of("DGC, no masking", 0.001),
         Of("DGC, no warm-up", 0.001),
@@ -121,7 +121,7 @@ def table(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
         if this and instead:
             name = f"{advice.instead.method}, {advice.instead.ratio:.1%}"
             lines.append([advice.case, advice.take, this, name, instead])
-    return markdown(("case", "take", "against dense (sent)", "and not", "against dense (sent)"), lines)
+    return markdown(("case", "take", "against dense", "and not", "against dense"), lines)
 
 
 def _figures(
@@ -133,5 +133,5 @@ def _figures(
         mine = next((e for e in found[name] if (e.method, e.ratio) == (of.on(tasks[name]), of.ratio)), None)
         dense = dense_of(found[name])
         if mine is not None and dense is not None:
-            words.append(f"{name} {gap(mine, dense, tasks[name])} ({share(mine, dense)})")
+            words.append(f"{name} {distance(mine, found[name], tasks[name])}, {share(mine, dense)} sent")
     return "; ".join(words)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from method_plan import ACCURACY, DENSE, SEEDS, TEST, Row, Task, chosen
+from method_plan import ACCURACY, DENSE, DENSE_CLIPPED, SEEDS, TEST, Row, Task, chosen
 
 
 class Result(NamedTuple):
@@ -75,6 +75,15 @@ def gap(each: Result, dense: Result | None, task: Task) -> str:
     if by_accuracy(task):
         return f"{each.mean - dense.mean:+.2f} points"
     return f"{each.mean / dense.mean - 1:+.2%}"
+
+
+def distance(each: Result, found: Sequence[Result], task: Task) -> str:
+    """How far from dense; a method that clips also, in brackets, from dense that is clipped too."""
+    text = gap(each, dense_of(found), task)
+    alike = next((other for other in found if other.method == DENSE_CLIPPED), None)
+    if alike is None or each is alike or not task.methods[each.method].clips:
+        return text
+    return f"{text} ({gap(each, alike, task)})"
 
 
 def share(each: Result, dense: Result | None) -> str:

@@ -9,7 +9,18 @@ from typing import Any, NamedTuple
 
 import method_guide
 from method_plan import DENSE, OPTIMIZERS, SEEDS, TUNE, WORKERS, Row, Task, chosen, rates
-from method_results import Result, by_accuracy, default, dense_of, gap, markdown, results, score, share
+from method_results import (
+    Result,
+    by_accuracy,
+    default,
+    dense_of,
+    distance,
+    gap,
+    markdown,
+    results,
+    score,
+    share,
+)
 from pages import fill
 
 PAGE = "docs/methods.md"
@@ -58,7 +69,11 @@ def table(rows: Sequence[Row], name: str, task: Task) -> str:
         [
             [
                 *(each.method, "" if each.ratio == 1 else f"{each.ratio:.1%}", f"{each.lr:g}"),
-                *(score(each, task), "" if each is dense else gap(each, dense, task), share(each, dense)),
+                *(
+                    score(each, task),
+                    "" if each is dense else distance(each, found, task),
+                    share(each, dense),
+                ),
             ]
             for each in found
         ],
@@ -88,8 +103,8 @@ def best(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
             usual = next((e for e in found if e.ratio == ratio and e.method == default(task)), None)
             lines.append(
                 [
-                    *(name, f"{ratio:.1%}", first.method, score(first, task), gap(first, dense, task)),
-                    *(share(first, dense), "-" if usual is None else gap(usual, dense, task)),
+                    *(name, f"{ratio:.1%}", first.method, score(first, task), distance(first, found, task)),
+                    *(share(first, dense), "-" if usual is None else distance(usual, found, task)),
                 ]
             )
     head = (
@@ -136,7 +151,7 @@ def by_optimizer(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
         for each in found:
             if each.ratio == 0.01 and dense is not None and each.method in BESIDE:
                 lines.append(
-                    [title, score(dense, task), each.method, score(each, task), gap(each, dense, task)]
+                    [title, score(dense, task), each.method, score(each, task), distance(each, found, task)]
                 )
     return markdown(("optimizer", "dense", "compressed to 1 %", "accuracy, %", "against dense"), lines)
 
@@ -157,7 +172,7 @@ def aims(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
         lines.append(
             [
                 *(aim.task, f"{aim.ratio:.1%}", each.method + (" (best)" if aim.method is None else "")),
-                *(f"-{aim.points:g} points", gap(each, dense, task)),
+                *(f"-{aim.points:g} points", distance(each, found, task)),
                 ("yes" if reached else "no") if complete else "not all runs are there",
             ]
         )

@@ -127,6 +127,21 @@ def test_who_sends_more_is_not_the_best(script: Any) -> None:
     assert line in script.method_tables.best(rows, script.TASKS)
 
 
+def test_who_clips_is_held_against_dense_that_clips_too(script: Any) -> None:
+    rows = []
+    for method, ratio, score in (
+        ("dense", 1.0, 90.0),
+        ("dense, clipped", 1.0, 91.0),
+        ("error feedback", 0.01, 89.5),
+        ("DGC, no warm-up", 0.01, 90.5),
+    ):
+        rows.append(row(script, script.Run("fashion", method, "test", ratio, 0, 0.02), score))
+    text = script.method_tables.table(rows, "fashion", script.TASKS["fashion"])
+    assert "| dense, clipped |  | 0.02 | 91.00 (1 of 3 runs) | +1.00 points | 100.00% |" in text
+    assert "| DGC, no warm-up | 1.0% | 0.02 | 90.50 (1 of 3 runs) | +0.50 points (-0.50 points) |" in text
+    assert "| error feedback | 1.0% | 0.02 | 89.50 (1 of 3 runs) | -0.50 points | 1.30% |" in text
+
+
 def test_tables_by_optimizer_and_by_number_of_workers(script: Any) -> None:
     rows = []
     for task, lr in (("fashion", 0.02), ("fashion_8", 0.02), ("rmsprop", 0.0005)):
@@ -239,7 +254,8 @@ def test_advice_is_about_what_is_planned(script: Any) -> None:
     found = guide.table(rows, script.TASKS).splitlines()
     assert len(found) == 3, "the advice for which something was measured"
     assert (
-        "| mnist -0.50 points (13.00%) | DGC, no warm-up, 10.0% | mnist -0.75 points (13.00%) |" in found[2]
+        "| mnist -0.50 points, 13.00% sent | DGC, no warm-up, 10.0% | mnist -0.75 points, 13.00% sent |"
+        in found[2]
     )
 
 
