@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -155,13 +156,15 @@ class CompressionConfig:
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
+        for field in dataclasses.fields(self):
+            _check_kind(field.name, getattr(self, field.name), str(field.type))
         if self.scope not in ("bucket", "tensor"):
             raise unknown_name("scope", self.scope, ("bucket", "tensor"))
         if self.memory not in MEMORIES:
             raise unknown_name("memory", self.memory, MEMORIES)
         if not 0.0 < self.eta <= 1.0:
             raise ValueError(f"eta must be in (0, 1], got {self.eta}; 1 takes no average")
-        if not isinstance(self.min_compress_numel, int) or self.min_compress_numel < 0:
+        if self.min_compress_numel < 0:
             raise ValueError(
                 f"min_compress_numel must be 0 or more, got {self.min_compress_numel!r}; "
                 "0 compresses every tensor"
@@ -180,7 +183,7 @@ class CompressionConfig:
             )
         for name in ("adapt_every", "guard_every"):
             every = getattr(self, name)
-            if not isinstance(every, int) or every < 0:
+            if every < 0:
                 raise ValueError(f"{name} must be a number of steps, or 0 for never, got {every!r}")
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}")
@@ -190,9 +193,31 @@ class CompressionConfig:
         return dataclasses.asdict(self)
 
 
+def _check_kind(name: str, value: object, kind: str) -> None:
+    """Raises ValueError unless ``value`` is of ``kind``, as a field is annotated; numbers must be finite."""
+    wanted, _, optional = kind.partition(" | ")
+    if optional and value is None:
+        return
+    flag = isinstance(value, bool)
+    fits = {
+        "str": isinstance(value, str),
+        "bool": flag,
+        "int": isinstance(value, Integral) and not flag,
+        "float": isinstance(value, Real) and not flag and math.isfinite(value),
+    }
+    if not fits[wanted]:
+        words = {
+            "str": "a name",
+            "bool": "True or False",
+            "int": "a whole number",
+            "float": "a finite number",
+        }
+        raise ValueError(f"{name} must be {words[wanted]}{' or None' if optional else ''}, got {value!r}")
+
+
 def check_ratio(ratio: object) -> None:
     """Raises ValueError unless ``ratio`` is a number in (0, 1]."""
-    if not isinstance(ratio, Real) or not 0.0 < float(ratio) <= 1.0:
+    if not isinstance(ratio, Real) or isinstance(ratio, bool) or not 0.0 < float(ratio) <= 1.0:
         raise ValueError(
             f"ratio must be in (0, 1], got {ratio!r}; 0.01 sends one entry in a hundred, 1.0 all of them"
         )

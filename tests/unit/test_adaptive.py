@@ -316,12 +316,11 @@ def test_it_says_itself_where_entries_are_sought() -> None:
         run_in_process(2, lambda net: reducer(net, scope="tensor"))
 
 
-@pytest.mark.parametrize("every", [-1, 2.5])
-def test_impossible_intervals(every: Any) -> None:
-    with pytest.raises(
-        ValueError, match=f"adapt_every must be a number of steps, or 0 for never, got {every}"
-    ):
-        CompressionConfig(adapt_every=every)
+def test_impossible_intervals() -> None:
+    with pytest.raises(ValueError, match="adapt_every must be a number of steps, or 0 for never, got -1"):
+        CompressionConfig(adapt_every=-1)
+    with pytest.raises(ValueError, match=r"adapt_every must be a whole number, got 2.5"):
+        CompressionConfig(adapt_every=2.5)  # type: ignore[arg-type]
 
 
 class Damaging:

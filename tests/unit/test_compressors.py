@@ -162,6 +162,17 @@ def test_unknown_names_offer_the_nearest() -> None:
         ({"sync_timeout": 0}, "sync_timeout must be positive"),
         ({"threshold": -1.0}, "threshold must be a positive magnitude"),
         ({"rank": 0}, "rank must be at least 1"),
+        ({"rank": 1.5}, "rank must be a whole number, got 1.5"),
+        ({"rank": "2"}, "rank must be a whole number, got '2'"),
+        ({"levels": True}, "levels must be a whole number, got True"),
+        ({"ratio": True}, r"ratio must be in \(0, 1\], got True"),
+        ({"eta": "x"}, "eta must be a finite number, got 'x'"),
+        ({"sync_timeout": float("inf")}, "sync_timeout must be a finite number, got inf"),
+        ({"owner_factor": float("nan")}, "owner_factor must be a finite number, got nan"),
+        ({"threshold": "x"}, "threshold must be a finite number or None, got 'x'"),
+        ({"error_feedback": "no"}, "error_feedback must be True or False or None, got 'no'"),
+        ({"exact": 1}, "exact must be True or False, got 1"),
+        ({"compressor": None}, "compressor must be a name, got None"),
     ],
 )
 def test_config_says_what_is_wrong(options: dict[str, Any], message: str) -> None:

@@ -182,3 +182,13 @@ def test_alone_what_a_larger_job_owed_may_not_fit() -> None:
         torch.testing.assert_close(found["late"], (owed * 2.0).half() + small["late"])
 
     run_in_process(1, work)
+
+
+@pytest.mark.parametrize("scale", [0, -2.0, float("nan"), float("inf"), "a", True, None])
+def test_no_loss_was_multiplied_by_that(scale: Any) -> None:
+    backend = DistributedBackend()
+    with pytest.raises(ValueError, match="loss_scale must be a positive number, got"):
+        backend.loss_scale = scale
+    assert backend.loss_scale == 1.0
+    backend.loss_scale = 2
+    assert backend.loss_scale == 2.0

@@ -20,7 +20,7 @@ from ..layout import BucketLayout
 from ..metrics import Ledger
 from ..optim import checked_split
 from ..types import CompressionConfig, Transport
-from .choices import check_new_ratio, resolve
+from .choices import check_new_ratio, checked_scale, resolve
 from .handshake import agree, fingerprint
 from .lanes import split_by_size
 from .reducer import Reducer
@@ -56,6 +56,15 @@ class DistributedBackend:
         """
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
+        if compressor is not None and not isinstance(compressor, BaseCompressor):
+            raise TypeError(
+                f"compressor must be one that get_compressor makes, got {compressor!r}; "
+                "by name: config=CompressionConfig(compressor=...)"
+            )
+        if error_buffer is not None and not isinstance(error_buffer, ErrorFeedbackBuffer):
+            raise TypeError(f"error_buffer must be an ErrorFeedbackBuffer, got {error_buffer!r}")
+        if config is not None:
+            _check_together(compressor, error_buffer, config)
         if compressor is None and config is not None:
             compressor = from_config(config)
         self.compressor = compressor
@@ -65,14 +74,22 @@ class DistributedBackend:
         self._group = group
         self._transport = transport
         self._halves = None if optimizer is None else checked_split(optimizer)
-        self.loss_scale = 1.0
-        """As ``GradientSync.loss_scale``, set before ``allreduce_gradients``: let that come before
-        ``GradScaler.unscale_``, or one rank's overflow would be skipped by that rank alone."""
+        self._scale = 1.0
         self._ratio: float | None = None
         self._reducer: Reducer | None = None
         self._forgotten: weakref.finalize[..., DistributedBackend] | None = None
         """Gives the group back when this object is forgotten, and at interpreter exit."""
         self._buckets: dict[tuple[tuple[str, torch.Size], ...], list[BucketLayout]] = {}
+
+    @property
+    def loss_scale(self) -> float:
+        """As ``GradientSync.loss_scale``, set before ``allreduce_gradients``: let that come before
+        ``GradScaler.unscale_``, or one rank's overflow would be skipped by that rank alone."""
+        return self._scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self._scale = checked_scale(scale)
 
     @property
     def world_size(self) -> int:
@@ -208,6 +225,20 @@ class DistributedBackend:
         if key not in self._buckets:
             self._buckets[key] = in_buckets(parameters, self._cap)
         return self._buckets[key]
+
+
+def _check_together(
+    compressor: BaseCompressor | None, memory: ErrorFeedbackBuffer | None, config: CompressionConfig
+) -> None:
+    """Raises ValueError where ``config`` asks for what the other arguments leave out or contradict."""
+    if config.error_feedback and memory is None and config.memory == "ef":
+        raise ValueError(
+            "error_feedback=True needs an error_buffer to keep what is not sent: pass ErrorFeedbackBuffer()"
+        )
+    if compressor is not None and config.compressor not in (compressor.name, CompressionConfig.compressor):
+        raise ValueError(
+            f"compressor is {compressor.name!r} and config says {config.compressor!r}: leave one of them out"
+        )
 
 
 def in_buckets(parameters: Mapping[str, Tensor], cap: int) -> list[BucketLayout]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from numbers import Real
 
 from ..compression import BaseCompressor
-from ..types import CompressionConfig, check_ratio, unknown_name
+from ..types import CompressionConfig, SenderHalf, check_ratio, unknown_name
 from .lanes import COLLECTIVES
 
 
@@ -60,9 +62,24 @@ def check_new_ratio(compressor: BaseCompressor, ratio: float) -> None:
     check_ratio(ratio)
 
 
-def in_words(compressor: BaseCompressor, memory: str) -> str:
-    """The method, for the ledger."""
-    name = compressor.name
+def checked_scale(scale: object) -> float:
+    """``scale`` as a loss scale; raises ValueError unless the loss can have been multiplied by it."""
+    if not isinstance(scale, Real) or isinstance(scale, bool) or not 0.0 < float(scale) < math.inf:
+        raise ValueError(
+            f"loss_scale must be a positive number, got {scale!r}; GradScaler's get_scale() is one"
+        )
+    return float(scale)
+
+
+def in_words(compressor: BaseCompressor, config: CompressionConfig, sender: SenderHalf | None) -> str:
+    """The method, for the ledger: what is sent, and what differs from plain error feedback."""
+    words = [compressor.name]
     if compressor.sparse:
-        name += f", ratio {compressor.ratio:g}, {compressor.values} values"
-    return name if memory == "ef" else f"{name}, {memory}"
+        words += [f"ratio {compressor.ratio:g}", f"{compressor.values} values"]
+    if config.memory != "ef":
+        words.append(config.memory)
+    elif not config.error_feedback and compressor.feedback(None):
+        words.append("no error feedback")
+    words += ["adaptive"] if config.adapt_every else []
+    words += [type(sender).__name__] if sender is not None else []
+    return ", ".join(words)

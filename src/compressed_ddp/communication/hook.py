@@ -21,7 +21,7 @@ from ..layout import BucketLayout
 from ..metrics import Ledger
 from ..optim import SplitOptimizer, checked_split
 from ..types import CompressionConfig, SyncError
-from .choices import resolve
+from .choices import checked_scale, resolve
 from .handshake import agree, fingerprint
 from .lanes import split_by_size
 from .reducer import Reducer
@@ -83,9 +83,7 @@ class GradientSync:
         self._layouts: dict[tuple[int, ...], BucketLayout] = {}
         self.error: BaseException | None = None
         """The first error of the worker thread, with its traceback; backward only quotes it."""
-        self.loss_scale = 1.0
-        """By what the loss was multiplied (GradScaler's ``get_scale()``), set before backward and alike on
-        all ranks: residuals stay in the gradient's own units when it changes. A power of two is exact."""
+        self._scale = 1.0
 
     @property
     def config(self) -> CompressionConfig:
@@ -105,6 +103,16 @@ class GradientSync:
         ValueError where it cannot be. Call it when the ratio changes (``schedules`` says when).
         """
         self._reducer.set_ratio(ratio)
+
+    @property
+    def loss_scale(self) -> float:
+        """By what the loss was multiplied (GradScaler's ``get_scale()``), set before backward and alike on
+        all ranks: residuals stay in the gradient's own units when it changes. A power of two is exact."""
+        return self._scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self._scale = checked_scale(scale)
 
     @property
     def stats(self) -> Ledger:
@@ -194,7 +202,7 @@ class GradientSync:
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
-        scale = self.loss_scale
+        scale = self._scale
         submitted = time.perf_counter()
 
         def work() -> None:
