@@ -274,6 +274,35 @@ def test_a_state_without_a_first_moment_is_for_those_without() -> None:
 # --- mistakes ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        (None, 3, "Go on with freeze=None, or one above 5$"),
+        (9, 3, "Go on with freeze=9, or one above 5$"),
+        (3, 8, "a second moment of 3 squares would be taken for one of 5. Go on with freeze=3$"),
+        (3, None, "Go on with freeze=3$"),
+        (9, 7, ""),
+        (None, 6, ""),
+        (5, None, ""),
+        (3, 3, ""),
+    ],
+)
+def test_what_froze_stays_frozen(before: int | None, now: int | None, told: str) -> None:
+    half = joined(parameters(), freeze=before)
+    slots = {"square": Slot(torch.zeros(LAYOUT.numel))}
+    for step in range(5):
+        half.before_(LAYOUT, gradient(step), slots, [step] * len(SHAPES))
+    other = joined(parameters(), freeze=now)
+    if not told:
+        other.load_state_dict(half.state_dict())
+        assert other.state_dict()["steps"] == 5 and other.freeze == now
+        return
+    with pytest.raises(ValueError, match=told):
+        other.load_state_dict(half.state_dict())
+    with pytest.raises(ValueError, match="damaged state: steps are 'x'"):
+        other.load_state_dict(half.state_dict() | {"steps": "x"})
+
+
 @pytest.mark.parametrize("name", ["beta1", "freeze", "decoupled_weight_decay"])
 def test_what_there_is_one_of(name: str) -> None:
     """Workers compare it, and a group of its own cannot have it."""

@@ -61,6 +61,8 @@ class SplitAdam(SplitOptimizer):
         super().__init__(params, {"lr": lr, "beta": beta, "eps": eps, "weight_decay": weight_decay}, max_norm)
         self.beta1, self.freeze, self.decoupled_weight_decay = beta1, freeze, decoupled_weight_decay
         self.memories = ("square", "momentum") if beta1 else ("square",)
+        self._steps = 0
+        """Of the parameter that has had the most."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         for name in _ONE_FOR_ALL:
@@ -74,12 +76,32 @@ class SplitAdam(SplitOptimizer):
     def describe(self) -> dict[str, Any]:
         return super().describe() | {name: getattr(self, name) for name in _ONE_FOR_ALL}
 
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"freeze": self.freeze, "steps": self._steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with a saved state. ``freeze`` may be another one only where both are still to come."""
+        steps, before = state_dict.get("steps", 0), state_dict.get("freeze")
+        if not isinstance(steps, int) or not isinstance(before, int | None):
+            raise ValueError(f"damaged state: steps are {steps!r}, freeze is {before!r}")
+        counted = [steps if freeze is None else min(steps, freeze) for freeze in (before, self.freeze)]
+        if counted[0] != counted[1]:
+            others = f", or one above {steps}" if before is None or before > steps else ""
+            raise ValueError(
+                f"freeze is {self.freeze}, and was {before} when this was saved after {steps} steps: a "
+                f"second moment of {counted[0]} squares would be taken for one of {counted[1]}. Go on with "
+                f"freeze={before}{others}"
+            )
+        super().load_state_dict(state_dict)
+        self._steps = steps
+
     def penalty(self, options: Mapping[str, Any]) -> float:
         return 0.0 if self.decoupled_weight_decay else float(options["weight_decay"])
 
     def local_(
         self, gradient: Tensor, memory: Mapping[str, Memory], options: Mapping[str, Any], taken: int
     ) -> None:
+        self._steps = max(self._steps, taken + 1)
         beta, square = options["beta"], memory["square"]
         averaged = taken + 1 if self.freeze is None else min(taken + 1, self.freeze)
         # The mean of so few squares is too small by this factor: it began at zero.
