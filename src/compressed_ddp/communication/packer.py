@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -68,7 +69,6 @@ class Packer:
         self._shapes = [(part.local_numel(s), part.k(s), self.small[s].numel()) for s in shards]
         self._nbytes = [self.codec.nbytes(*shape) for shape in self._shapes]
         self.row_bytes = max(self._nbytes)
-        self._waiting = [self._where_it_waits(s) for s in shards]
 
     def pack_(
         self,
@@ -117,16 +117,18 @@ class Packer:
             self.compressor.stats.add(original, rows.numel(), time.perf_counter() - start)
         return rows
 
-    def _where_it_waits(self, shard: int) -> tuple[Tensor, Tensor]:
-        """Where each quota of ``shard`` ends, and whether anything in it may have to wait."""
-        small, ends, waits = self.small_local[shard], [], []
-        for start, stop, k in self.part.quotas[shard]:
-            apart = int(((small >= start) & (small < stop)).sum())
-            ends.append(stop)
-            waits.append(k < stop - start - apart or not self.compressor.fills)
-        return torch.tensor(ends, dtype=torch.int64, device=small.device), torch.tensor(
-            waits, dtype=torch.bool, device=small.device
-        )
+    @cached_property
+    def _waiting(self) -> list[tuple[Tensor, Tensor]]:
+        """For each shard, where its quotas end, and whether anything in them may have to wait."""
+        found = []
+        for small, quotas in zip(self.small_local, self.part.quotas, strict=True):
+            ends = small.new_tensor([stop for _, stop, _ in quotas])
+            waits = []
+            for start, stop, k in quotas:
+                apart = int(((small >= start) & (small < stop)).sum())
+                waits.append(k < stop - start - apart or not self.compressor.fills)
+            found.append((ends, small.new_tensor(waits, dtype=torch.bool)))
+        return found
 
     def _chosen(self, shard: int, indices: Tensor) -> Tensor:
         """Bucket positions of those local ``indices`` that were chosen among others."""
