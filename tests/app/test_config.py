@@ -13,8 +13,11 @@ from torch import nn
 pytest.importorskip("jsonargparse")
 
 from compressed_ddp import SplitAdam
+from compressed_ddp.cli import main
+from compressed_ddp.training.checkpoint import MANIFEST
 from compressed_ddp.training.config import TrainConfig, flat_fields
 from compressed_ddp.training.flags import make_parser, parse
+from compressed_ddp.training.folder import place_folder
 from compressed_ddp.training.optimise import make_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,11 +220,46 @@ def test_wrong_keys_are_told_with_the_nearest(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_print_config(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        config_of("--ratio", "0.2", "--compress", "--print-config")
+    assert main(["train", "--ratio", "0.2", "--compress", "--print-config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["ratio"] == 0.2 and printed["compress"] is True
+    assert printed["lr"] == 0.05  # not null: what would run
     assert set(printed) == set(flat_fields())
+
+
+def test_print_config_of_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own settings are the defaults; and what was printed, given back, is the same run."""
+    run = tmp_path / "runs" / "mine"
+    config = config_of(*"--compress --optimizer adamw --lr 0.002 --ratio 0.03".split())
+    place_folder(config.but(runs=str(tmp_path / "runs")), run)
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000001" / MANIFEST).write_text("{}")
+    assert main(["train", "--resume", str(run), "--epochs=9", "--print-config"]) == 0
+    file = tmp_path / "printed.yaml"
+    file.write_text(capsys.readouterr().out)
+    again = config_of("--config", str(file))
+    assert again.optimisation.optimizer == "adamw" and again.optimisation.lr == 0.002
+    assert again.compression.ratio == 0.03 and again.optimisation.epochs == 9
+    assert again == config_of("--resume", str(run), "--epochs=9")
+
+
+def test_print_config_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--ratios=1,0.5", "--seeds=3,4", "--epochs=2", "--print-config"]) == 0
+    file = tmp_path / "printed.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert main(["compare", "--config", str(file), "--print-config"]) == 0
+    assert capsys.readouterr().out == file.read_text()
+    printed = yaml.safe_load(file.read_text())
+    assert (printed["ratios"], printed["seeds"], printed["epochs"]) == ("1,0.5", "3,4", 2)
+
+
+def test_what_could_not_run_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--ratio=5", "--print-config"])
+    assert caught.value.code == 2
+    assert main(["compare", "--ratios=5", "--print-config"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("ratio must be in (0, 1]") == 2
 
 
 def test_every_setting_has_help() -> None:

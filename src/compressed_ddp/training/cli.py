@@ -13,7 +13,7 @@ from ..types import SyncError
 from . import compare
 from .checkpoint import CheckpointError
 from .figures import TrainingDiverged
-from .flags import make_parser, parse
+from .flags import as_file, make_parser, parse
 from .folder import choose_folder
 from .launch import launch, set_threads
 from .place import under_launcher
@@ -29,7 +29,10 @@ a small network on handwritten digits that come with scikit-learn: no download.
 def train_command(arguments: Sequence[str]) -> int:
     """One run: start its workers, or be one of them."""
     parser = make_parser("compressed-ddp train", TRAIN)
-    config, _ = parse(parser, arguments)
+    config, found = parse(parser, arguments)
+    if found.print_config:
+        print(as_file(config), end="")
+        return 0
     if config.task.model == "list":
         print(models.table())
         return 0

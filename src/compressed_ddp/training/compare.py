@@ -16,7 +16,7 @@ import yaml
 
 from ..metrics import amount
 from .config import TrainConfig
-from .flags import Parser, make_parser, parse
+from .flags import Parser, as_file, make_parser, parse
 from .folder import SUMMARY
 from .place import under_launcher
 
@@ -62,6 +62,9 @@ def command(arguments: Sequence[str]) -> int:
         for s in seeds
         for r in ratios
     ]
+    if options.print_config:
+        print(as_file(config, ratios=options.ratios, seeds=options.seeds, out=options.out), end="")
+        return 0
     name = f"compare-{config.task.model}-{config.task.dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
     out = Path(options.out) if options.out is not None else Path(config.running.runs) / name
     summaries, status = [], 0

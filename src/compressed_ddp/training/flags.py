@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, get_type_hints
 
 import docstring_parser
+import yaml
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
 from .config import NOT_FLAGS, SECTIONS, TrainConfig
@@ -37,8 +38,12 @@ class Parser(ArgumentParser):
 
 def make_parser(prog: str, description: str) -> Parser:
     """A parser with every setting of a run, in the groups of its configuration."""
-    parser = Parser(prog=prog, description=description, print_config="--print-config")
+    # Its own --print-config would print before a resumed run is asked and anything is checked.
+    parser = Parser(prog=prog, description=description, print_config=None)
     parser.add_argument("--config", action="config", help="A YAML file with settings; flags win over it.")
+    parser.add_argument(
+        "--print-config", action="store_true", help="Print what would run, as a file for --config, and exit."
+    )
     for section, kind in SECTIONS.items():
         group = parser.add_argument_group(_title(kind))
         types = get_type_hints(kind)
@@ -87,6 +92,11 @@ def parse(parser: Parser, arguments: Sequence[str]) -> tuple[TrainConfig, Namesp
         parser.set_defaults({name: value for name, value in saved.items() if name in names})
         found = parser.parse_args(arguments)
     return told(lambda: TrainConfig.from_flat({name: found[name] for name in names})), found
+
+
+def as_file(config: TrainConfig, **more: Any) -> str:
+    """What --print-config prints: the whole configuration, and ``more``, as --config takes it."""
+    return yaml.safe_dump(config.flat() | more, sort_keys=False, allow_unicode=True)
 
 
 def _files_first(arguments: Sequence[str]) -> list[str]:
