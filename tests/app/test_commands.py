@@ -17,9 +17,9 @@ import torch
 import yaml
 
 from compressed_ddp.cli import main
-from compressed_ddp.training import checkpoint
+from compressed_ddp.training import checkpoint, compare
 from compressed_ddp.training.checkpoint import Checkpoints, find, read
-from compressed_ddp.training.config import TrainConfig
+from compressed_ddp.training.config import Compress, LocalSteps, TrainConfig
 from compressed_ddp.training.folder import choose_folder, new_folder, place_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,6 +188,32 @@ def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "has a run with other settings" in more
     for wrong, told in (("1,zero", "ratios must be numbers"), ("1,2", "ratio must be in (0, 1], got 2.0")):
         assert told in in_process(["compare", f"--ratios={wrong}"], 1, tmp_path, monkeypatch, capsys)
+
+
+def planned(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, status: int = 1
+) -> list[tuple[TrainConfig, Path]]:
+    """The runs of a comparison, none of which is started."""
+    asked: list[tuple[TrainConfig, Path]] = []
+    monkeypatch.setattr(compare, "run", lambda config, folder: asked.append((config, folder)) or status)
+    assert main(["compare", *arguments.split()]) == status
+    return asked
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--optimizer=adamw --split-optimizer=true",
+        "--compress --optimizer=adamw --freeze-after=9",
+        "--momentum-correction --no-momentum-masking --ratio-schedule=warmup --ratio-warmup=1",
+        "--local-steps=4 --outer-lr=0.5 --outer-momentum=0.5",
+    ],
+)
+def test_what_is_compared_is_compressed_and_dense_is_not(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (dense, _), (compressed, _) = planned(f"{flags} --ratios=1,0.01", monkeypatch)
+    assert not dense.compress and dense.switch == Compress() and dense.meetings == LocalSteps()
+    assert compressed.compress and compressed.compression.ratio == 0.01
+    assert compressed.switch != Compress(compress=True) or compressed.meetings != LocalSteps()
 
 
 def workers_of(launcher: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import yaml
 
 from ..metrics import amount
-from .config import TrainConfig
+from .config import Compress, LocalSteps, TrainConfig
 from .flags import Parser, as_file, make_parser, parse
 from .folder import SUMMARY
 from .place import under_launcher
@@ -25,6 +26,8 @@ COMPARE = """Train dense and compressed with the same seeds, one run after the o
 Every setting of `compressed-ddp train` may be given. Ratio 1 is plain DistributedDataParallel. Leaves a
 table (compare.csv, one row a run; curves.csv, one row an epoch) and two pictures in the folder it names.
 """
+# The dense run: every setting of compression and of meetings is the default, which is off.
+DENSE = dataclasses.asdict(Compress()) | dataclasses.asdict(LocalSteps())
 COLUMNS = (
     *("ratio", "seed", "method", "model", "dataset", "parameters", "workers", "epochs", "steps"),
     *("test_accuracy", "best_accuracy", "test_loss", "seconds", "exposed_seconds"),
@@ -48,7 +51,7 @@ def command(arguments: Sequence[str]) -> int:
     """Run all trainings; the exit status of the first that fails, or 0."""
     parser = make_parser("compressed-ddp compare", COMPARE)
     add_flags(parser)
-    config, options = parse(parser, arguments)
+    config, options = parse(parser, arguments, compress=True)
     if under_launcher():
         raise ValueError("compare starts its workers itself: --workers N, not torchrun")
     if config.running.resume is not None or config.running.run_dir is not None:
@@ -56,12 +59,7 @@ def command(arguments: Sequence[str]) -> int:
     ratios = _numbers("ratios", options.ratios, float)
     seeds = [config.optimisation.seed] if options.seeds is None else _numbers("seeds", options.seeds, int)
     # Wrong ratios are found before the first training, not after it.
-    steps = config.meetings.local_steps
-    runs = [
-        (r, s, config.but(compress=r != 1, ratio=r, seed=s, local_steps=None if r == 1 else steps))
-        for s in seeds
-        for r in ratios
-    ]
+    runs = [(r, s, config.but(ratio=r, seed=s, **(DENSE if r == 1 else {}))) for s in seeds for r in ratios]
     if options.print_config:
         print(as_file(config, ratios=options.ratios, seeds=options.seeds, out=options.out), end="")
         return 0

@@ -71,8 +71,10 @@ def _title(kind: type) -> str:
     return "how gradients travel with --compress" if kind is SECTIONS["compression"] else str(kind.__doc__)
 
 
-def parse(parser: Parser, arguments: Sequence[str]) -> tuple[TrainConfig, Namespace]:
+def parse(parser: Parser, arguments: Sequence[str], **fixed: Any) -> tuple[TrainConfig, Namespace]:
     """The configuration that ``arguments`` mean, and everything that the parser found.
+
+    Settings in ``fixed`` are the command's own, whatever the arguments say.
 
     Flags win over files wherever they stand, and files over the defaults, which for a run that is
     resumed are its own configuration. Wrong values end the program with a message, as wrong flags do.
@@ -91,7 +93,7 @@ def parse(parser: Parser, arguments: Sequence[str]) -> tuple[TrainConfig, Namesp
         saved = told(lambda: saved_settings(found.resume, found.run_dir))
         parser.set_defaults({name: value for name, value in saved.items() if name in names})
         found = parser.parse_args(arguments)
-    return told(lambda: TrainConfig.from_flat({name: found[name] for name in names})), found
+    return told(lambda: TrainConfig.from_flat({name: found[name] for name in names} | fixed)), found
 
 
 def as_file(config: TrainConfig, **more: Any) -> str:
