@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -214,6 +215,23 @@ def test_what_is_compared_is_compressed_and_dense_is_not(flags: str, monkeypatch
     assert not dense.compress and dense.switch == Compress() and dense.meetings == LocalSteps()
     assert compressed.compress and compressed.compression.ratio == 0.01
     assert compressed.switch != Compress(compress=True) or compressed.meetings != LocalSteps()
+
+
+def test_an_interrupted_comparison_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run that was cut off goes on from its checkpoint, with the same command."""
+    arguments = ["--limit=64", "--epochs=2", "--ratios=0.1", "--out=cmp", "--no-tensorboard"]
+    folder = tmp_path / "cmp" / "ratio-0.1-seed-0"
+    program("compare", *arguments, folder=tmp_path)
+    (folder / "summary.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "step-00000004")
+    other = in_process(["compare", *arguments, "--lr=0.1"], 1, tmp_path, monkeypatch, capsys)
+    assert "has a run with other settings" in other
+    done = program("compare", *arguments, folder=tmp_path)
+    assert "resumed from cmp/ratio-0.1-seed-0/checkpoints/step-00000002" in done.stderr
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 4 and len(summary["history"]) == 2
 
 
 def workers_of(launcher: int) -> list[int]:

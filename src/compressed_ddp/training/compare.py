@@ -18,14 +18,16 @@ import yaml
 from ..metrics import amount
 from .config import Compress, LocalSteps, TrainConfig
 from .flags import Parser, as_file, make_parser, parse
-from .folder import SUMMARY
+from .folder import CONFIG, SUMMARY
 from .place import under_launcher
 
 COMPARE = """Train dense and compressed with the same seeds, one run after the other, and compare.
 
 Every setting of `compressed-ddp train` may be given. Ratio 1 is plain DistributedDataParallel. Leaves a
 table (compare.csv, one row a run; curves.csv, one row an epoch) and two pictures in the folder it names.
+Interrupted, it goes on with the same --out.
 """
+SETTINGS = "settings.yaml"
 # The dense run: every setting of compression and of meetings is the default, which is off.
 DENSE = dataclasses.asdict(Compress()) | dataclasses.asdict(LocalSteps())
 COLUMNS = (
@@ -65,9 +67,11 @@ def command(arguments: Sequence[str]) -> int:
         return 0
     name = f"compare-{config.task.model}-{config.task.dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
     out = Path(options.out) if options.out is not None else Path(config.running.runs) / name
+    folders = [out / f"ratio-{ratio:g}-seed-{seed}" for ratio, seed, _ in runs]
+    for (*_, settings), folder in zip(runs, folders, strict=True):
+        check_same(settings, folder)
     summaries, status = [], 0
-    for ratio, seed, settings in runs:
-        folder = out / f"ratio-{ratio:g}-seed-{seed}"
+    for (ratio, seed, settings), folder in zip(runs, folders, strict=True):
         print(
             f"== {'dense' if ratio == 1 else f'ratio {ratio:g}'}, seed {seed} ==", file=sys.stderr, flush=True
         )
@@ -82,17 +86,26 @@ def command(arguments: Sequence[str]) -> int:
     return status
 
 
-def run(config: TrainConfig, folder: Path) -> int:
-    """One training in processes of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = folder / "settings.yaml"
+def check_same(config: TrainConfig, folder: Path) -> None:
+    """Raises ValueError if a run was begun in ``folder``, and not that of ``config``."""
+    settings = folder / SETTINGS
+    begun = (folder / SUMMARY).exists() or (folder / CONFIG).exists()
+    if begun and not (settings.is_file() and settings.read_text() == _text(config)):
+        raise ValueError(f"{folder} has a run with other settings; give another --out")
+
+
+def _text(config: TrainConfig) -> str:
     flat = {name: value for name, value in config.flat().items() if name not in ("run_dir", "resume")}
-    text = yaml.safe_dump(flat, sort_keys=False)
+    return yaml.safe_dump(flat, sort_keys=False)
+
+
+def run(config: TrainConfig, folder: Path) -> int:
+    """One training in processes of its own; where it was begun before, it goes on, and done, it stays."""
     if (folder / SUMMARY).exists():
-        if settings.read_text() != text:
-            raise ValueError(f"{folder} has a run with other settings; give another --out")
-        return 0  # done before
-    settings.write_text(text)
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = folder / SETTINGS
+    settings.write_text(_text(config))
     program = [
         sys.executable,
         "-m",
@@ -102,6 +115,8 @@ def run(config: TrainConfig, folder: Path) -> int:
         str(settings),
         "--run-dir",
         str(folder),
+        "--resume",
+        "auto",
     ]
     return subprocess.run(program, check=False).returncode
 
