@@ -149,6 +149,39 @@ def test_wrong_data_is_told_in_a_line(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--compressor=nonsense", "unknown compressor 'nonsense'"),
+        ("--memory=ef21 --momentum-correction", "add --no-momentum-masking, or use --memory ef"),
+        ("--memory=ef21 --compressor=terngrad", "its error can exceed the signal"),
+        ("--collective=nonsense", "unknown collective 'nonsense'"),
+    ],
+)
+def test_compression_that_cannot_be_is_told_before_workers_start(
+    flags: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--workers=2", "--compress", *flags.split()])
+    assert caught.value.code == 2 and capsys.readouterr().err.count(told) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_here_is_told_before_workers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = in_process(["train", "--device=cuda", "--workers=2"], 1, tmp_path, monkeypatch, capsys)
+    assert "no CUDA device is usable here" in told and told.count("\n") == 1
+    told = in_process(["train", "--backend=nccl", "--workers=2"], 1, tmp_path, monkeypatch, capsys)
+    assert "nccl needs CUDA" in told and not list(tmp_path.iterdir())
+
+
 def test_a_restart_finds_its_folder_not_the_pointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``runs/last`` leads to the same job file; taken for the folder it would lead to itself."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

@@ -17,7 +17,7 @@ from .flags import as_file, make_parser, parse
 from .folder import choose_folder
 from .launch import launch, set_threads
 from .place import under_launcher
-from .run import load_data, train
+from .run import check_here, train
 
 TRAIN = """Train a model on real data, with or without compressed gradients.
 
@@ -40,10 +40,7 @@ def train_command(arguments: Sequence[str]) -> int:
         set_threads(config.running)
         train(config)
         return 0
-    # What is wrong for all of them is better said once, by nobody but us.
-    dataset = load_data(config)
-    models.outline(config.task.model, shape=dataset.shape, classes=dataset.classes)
-    del dataset
+    check_here(config)  # what is wrong for all of them is better said once, by nobody but us
     return launch(config.running, ["train", *arguments, f"--run-dir={choose_folder(config)}"])
 
 

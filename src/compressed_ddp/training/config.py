@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from ..communication.choices import resolve
 from ..compression.factory import from_config
 from ..types import CompressionConfig, unknown_name
 
@@ -246,6 +247,8 @@ class TrainConfig:
     compression: CompressionConfig = field(default_factory=CompressionConfig)
 
     def __post_init__(self) -> None:
+        if self.compress:
+            resolve(self.compression, from_config(self.compression))
         if self.switch.split_optimizer and not (self.compress and self.optimisation.optimizer in ADAMS):
             raise ValueError(
                 "split_optimizer needs compress and optimizer adam or adamw; leave it out otherwise"
@@ -254,6 +257,11 @@ class TrainConfig:
             self.optimisation.optimizer == "sgd" and self.optimisation.momentum
         ):
             raise ValueError("momentum_correction needs optimizer sgd and a momentum above 0")
+        if self._masked and self.compression.memory != "ef":
+            raise ValueError(
+                f"memory {self.compression.memory} with momentum_correction: masked is what was sent of a "
+                "debt, and EF21 has none; add --no-momentum-masking, or use --memory ef"
+            )
         if self.switch.freeze_after is not None and not (self.split and self.optimisation.optimizer in ADAMS):
             raise ValueError(
                 f"freeze_after {self.switch.freeze_after} is for SplitAdam: optimizer adam or adamw with "
@@ -274,6 +282,10 @@ class TrainConfig:
     @property
     def compress(self) -> bool:
         return self.switch.compress
+
+    @property
+    def _masked(self) -> bool:
+        return self.compress and self.switch.momentum_correction and self.switch.momentum_masking
 
     @property
     def local(self) -> bool:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from .. import data
+from .. import data, models
 from ..metrics import CsvTracker, JsonLinesTracker, TensorBoardTracker, Tracker, Trackers, amount
 from ..models import count_parameters
 from ..types import SyncError
 from .config import TrainConfig
 from .folder import SUMMARY, choose_folder, place_folder, start_from, write_text
 from .loop import Trainer
-from .place import Place, joined, restarts
+from .place import Place, joined, pick_backend, pick_device, restarts
 from .progress import Progress
 from .state import first_whole, restore
 
@@ -133,6 +133,13 @@ def load_data(config: TrainConfig) -> data.Dataset:
         validation=task.validation,
         limit=task.limit,
     )
+
+
+def check_here(config: TrainConfig) -> None:
+    """Raises what workers on this machine would all raise: no such device, no data, or no such model."""
+    pick_backend(config.running.backend, pick_device(config.running.device, 0))
+    dataset = load_data(config)
+    models.outline(config.task.model, shape=dataset.shape, classes=dataset.classes)
 
 
 def begin(config: TrainConfig) -> tuple[str, str]:
