@@ -160,6 +160,37 @@ def test_schedules_of_the_ratio_that_cannot_be(settings: dict[str, object], told
         TrainConfig.from_flat(settings)
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--ratio-schedule warmup --ratio-warmup 1", "ratio_schedule warmup needs compress"),
+        ("--compress --no-momentum-masking", "momentum_masking false needs momentum_correction"),
+        ("--outer-lr 0.5", "outer_lr 0.5 needs local_steps"),
+        ("--outer-momentum 0.5", "outer_momentum 0.5 needs local_steps"),
+        ("--compress --eta 0.3", "eta 0.3 needs memory ef21-sgdm, and that is ef"),
+        ("--compress --memory ef21 --eta 0.3", "eta 0.3 needs memory ef21-sgdm, and that is ef21"),
+    ],
+)
+def test_what_would_do_nothing_is_told(flags: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        config_of(*flags.split())
+    assert caught.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--compress --ratio-schedule warmup --ratio-warmup 1",
+        "--compress --momentum-correction --no-momentum-masking",
+        "--local-steps 4 --outer-lr 0.5 --outer-momentum 0.5",
+        "--compress --memory ef21-sgdm --eta 0.3",
+    ],
+)
+def test_what_does_something_is_taken(flags: str) -> None:
+    config = config_of(*flags.split())
+    assert TrainConfig.from_flat(config.flat()) == config
+
+
 def test_flat_and_back() -> None:
     config = config_of(
         "--compress", "--ratio", "0.1", "--clip-norm", "1", "--optimizer", "adamw", "--seed", "3"

@@ -257,6 +257,7 @@ class TrainConfig:
             self.optimisation.optimizer == "sgd" and self.optimisation.momentum
         ):
             raise ValueError("momentum_correction needs optimizer sgd and a momentum above 0")
+        self._check_idle()
         if self._masked and self.compression.memory != "ef":
             raise ValueError(
                 f"memory {self.compression.memory} with momentum_correction: masked is what was sent of a "
@@ -277,6 +278,22 @@ class TrainConfig:
             raise ValueError(
                 "split_optimizer and momentum_correction compress the update of every step, with local_steps "
                 "there is none: leave one of them out"
+            )
+
+    def _check_idle(self) -> None:
+        """Raises ValueError for settings that nothing here would ever look at."""
+        switch, memory, eta = self.switch, self.compression.memory, self.compression.eta
+        if switch.ratio_schedule != "constant" and not self.compress:
+            raise ValueError(f"ratio_schedule {switch.ratio_schedule} needs compress; leave it out otherwise")
+        if not switch.momentum_masking and not switch.momentum_correction:
+            raise ValueError("momentum_masking false needs momentum_correction; leave it out otherwise")
+        for name in ("outer_lr", "outer_momentum"):
+            value = getattr(self.meetings, name)
+            if not self.local and value != getattr(LocalSteps, name):
+                raise ValueError(f"{name} {value:g} needs local_steps; leave it out otherwise")
+        if memory != "ef21-sgdm" and eta != CompressionConfig.eta:
+            raise ValueError(
+                f"eta {eta:g} needs memory ef21-sgdm, and that is {memory}; leave eta out otherwise"
             )
 
     @property
