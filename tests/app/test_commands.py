@@ -198,7 +198,9 @@ def test_runs_that_begin_in_the_same_second(tmp_path: Path) -> None:
 
 
 def test_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "resnet50" in in_process(["train", "--model", "list"], 0, tmp_path, monkeypatch, capsys)
+    for command in ("train", "compare"):
+        assert "resnet50" in in_process([command, "--model", "list"], 0, tmp_path, monkeypatch, capsys)
+    assert not list(tmp_path.iterdir())
     assert "fashion_mnist" in in_process(["data", "list"], 0, tmp_path, monkeypatch, capsys)
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -222,6 +224,18 @@ def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "has a run with other settings" in more
     for wrong, told in (("1,zero", "ratios must be numbers"), ("1,2", "ratio must be in (0, 1], got 2.0")):
         assert told in in_process(["compare", f"--ratios={wrong}"], 1, tmp_path, monkeypatch, capsys)
+
+
+def test_a_comparison_without_data_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wrong, told in (
+        ("--dataset=mnist", "compressed-ddp data download mnist"),
+        ("--model=resnet81", "unknown model 'resnet81'"),
+    ):
+        found = in_process(["compare", wrong], 1, tmp_path, monkeypatch, capsys)
+        assert found.count(told) == 1 and "==" not in found
+    assert not list(tmp_path.iterdir())
 
 
 def planned(

@@ -15,11 +15,13 @@ from typing import Any
 
 import yaml
 
+from .. import models
 from ..metrics import amount
 from .config import Compress, LocalSteps, TrainConfig
 from .flags import Parser, as_file, make_parser, parse
 from .folder import CONFIG, SUMMARY
 from .place import under_launcher
+from .run import check_here
 
 COMPARE = """Train dense and compressed with the same seeds, one run after the other, and compare.
 
@@ -54,6 +56,9 @@ def command(arguments: Sequence[str]) -> int:
     parser = make_parser("compressed-ddp compare", COMPARE)
     add_flags(parser)
     config, options = parse(parser, arguments, compress=True)
+    if config.task.model == "list":
+        print(models.table())
+        return 0
     if under_launcher():
         raise ValueError("compare starts its workers itself: --workers N, not torchrun")
     if config.running.resume is not None or config.running.run_dir is not None:
@@ -70,6 +75,8 @@ def command(arguments: Sequence[str]) -> int:
     folders = [out / f"ratio-{ratio:g}-seed-{seed}" for ratio, seed, _ in runs]
     for (*_, settings), folder in zip(runs, folders, strict=True):
         check_same(settings, folder)
+    if not all((folder / SUMMARY).exists() for folder in folders):
+        check_here(config)  # said once, and before a folder is made
     summaries, status = [], 0
     for (ratio, seed, settings), folder in zip(runs, folders, strict=True):
         print(
