@@ -27,6 +27,14 @@ def config_of(*arguments: str) -> TrainConfig:
     return parse(make_parser("train", "about"), arguments)[0]
 
 
+def run_with_checkpoint(folder: Path, config: TrainConfig) -> Path:
+    """The folder of a run that looks as if it could go on."""
+    place_folder(config, folder)
+    (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (folder / "checkpoints" / "step-00000001" / MANIFEST).write_text("{}")
+    return folder
+
+
 def test_nothing_given_is_the_default() -> None:
     assert config_of() == TrainConfig()
     assert config_of().task.dataset == "digits"
@@ -230,6 +238,10 @@ def test_the_learning_rate_follows_the_optimizer() -> None:
             "leave one of them out",
         ),
         (["--resume", "nowhere"], "nowhere does not exist"),
+        (["--resume", __file__], "test_config.py is a file: nothing to resume from"),
+        ("--optimizer adam --lr 0".split(), "got 0.0; leave it out for adam's own"),
+        (["--clip-norm", "0"], "got 0.0; leave it out for none"),
+        (["--seed", "99999999999999999999999"], "seed must fit in 64 bits"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
@@ -238,6 +250,27 @@ def test_wrong_flags_are_told(arguments: list[str], told: str, capsys: pytest.Ca
         config_of(*arguments)
     assert caught.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"epochs: [3\n", "is damaged, or not YAML"),
+        (b"\xff\xfe\x00\x81", "is damaged, or not YAML"),
+        (b"", "is not a configuration: it is empty"),
+        (b"hello\n", "is not a configuration: found str"),
+    ],
+    ids=["broken", "binary", "empty", "a word"],
+)
+def test_a_file_that_is_no_configuration_is_named(
+    content: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run_with_checkpoint(tmp_path / "run", TrainConfig()) / "config.yaml"
+    file.write_bytes(content)
+    for arguments in (["--config", str(file)], [f"--config={file}"], ["--resume", str(tmp_path / "run")]):
+        with pytest.raises(SystemExit) as caught:
+            config_of(*arguments)
+        assert caught.value.code == 2 and f"{file} {told}" in capsys.readouterr().err
 
 
 def test_wrong_keys_are_told_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,11 +293,8 @@ def test_print_config(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_print_config_of_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its own settings are the defaults; and what was printed, given back, is the same run."""
-    run = tmp_path / "runs" / "mine"
     config = config_of(*"--compress --optimizer adamw --lr 0.002 --ratio 0.03".split())
-    place_folder(config.but(runs=str(tmp_path / "runs")), run)
-    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
-    (run / "checkpoints" / "step-00000001" / MANIFEST).write_text("{}")
+    run = run_with_checkpoint(tmp_path / "run", config)
     assert main(["train", "--resume", str(run), "--epochs=9", "--print-config"]) == 0
     file = tmp_path / "printed.yaml"
     file.write_text(capsys.readouterr().out)

@@ -175,7 +175,9 @@ def find(path: Path) -> Path:
         found = Checkpoints(run / "checkpoints", 1).all()
         if found:
             return found[-1]
-    what = "has no complete checkpoint" if run is not None else "does not exist"
+    what = "is a file" if path.is_file() else "does not exist"
+    if run is not None:
+        what = "has no complete checkpoint"
     raise CheckpointError(
         f"{path} {what}: nothing to resume from; give a run's folder, or leave --resume out"
     )

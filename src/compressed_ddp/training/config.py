@@ -101,7 +101,8 @@ class Optimisation:
         for name in ("lr", "clip_norm", "target_accuracy"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name} must be a positive number, got {value}; leave it out for none")
+                without = f"{self.optimizer}'s own" if name == "lr" else "none"
+                raise ValueError(f"{name} must be a positive number, got {value}; leave it out for {without}")
         for name in ("momentum", "weight_decay", "warmup"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
@@ -115,6 +116,8 @@ class Optimisation:
             )
         if self.beta1 is not None and not 0 <= self.beta1 < 1:
             raise ValueError(f"beta1 must be in [0, 1), got {self.beta1}; 0 for no first moment")
+        if not -(2**63) <= self.seed < 2**63:  # as torch's generators have it, and room for epochs
+            raise ValueError(f"seed must fit in 64 bits, -2**63 to 2**63 - 1; got {self.seed}")
         if self.lr is None:
             object.__setattr__(self, "lr", LEARNING_RATES[self.optimizer])
 

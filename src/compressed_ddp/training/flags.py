@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 import docstring_parser
@@ -13,7 +16,7 @@ import yaml
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
 from .config import NOT_FLAGS, SECTIONS, TrainConfig
-from .folder import saved_settings
+from .folder import read_settings, saved_settings
 
 
 class Parser(ArgumentParser):
@@ -79,15 +82,19 @@ def parse(parser: Parser, arguments: Sequence[str], **fixed: Any) -> tuple[Train
     Flags win over files wherever they stand, and files over the defaults, which for a run that is
     resumed are its own configuration. Wrong values end the program with a message, as wrong flags do.
     """
-    arguments = _files_first(arguments)
-    found = parser.parse_args(arguments)
 
     def told(work: Callable[[], Any]) -> Any:
         try:
             return work()
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, OSError) as error:
             parser.error(str(error))
 
+    files, rest = _files_first(arguments)
+    for file in files:
+        if os.path.isfile(file):  # what else there is, the parser knows to say
+            told(partial(read_settings, Path(file)))
+    arguments = [*(f"--config={file}" for file in files), *rest]
+    found = parser.parse_args(arguments)
     names = TrainConfig().flat()
     if found.resume is not None:
         saved = told(lambda: saved_settings(found.resume, found.run_dir))
@@ -101,12 +108,14 @@ def as_file(config: TrainConfig, **more: Any) -> str:
     return yaml.safe_dump(config.flat() | more, sort_keys=False, allow_unicode=True)
 
 
-def _files_first(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` with every --config in front: what comes later wins."""
+def _files_first(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The values of every --config, and all other arguments: files come first, for what comes later wins."""
     rest = list(arguments)
     files = []
     while "--config" in rest[:-1]:
         at = rest.index("--config")
-        files += [rest.pop(at), rest.pop(at)]
+        rest.pop(at)
+        files.append(rest.pop(at))
     glued = [argument for argument in rest if argument.startswith("--config=")]
-    return [*files, *glued, *(argument for argument in rest if argument not in glued)]
+    files += [argument.partition("=")[2] for argument in glued]
+    return files, [argument for argument in rest if argument not in glued]

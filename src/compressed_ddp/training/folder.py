@@ -100,13 +100,19 @@ def saved_settings(resume: str, run_dir: str | None) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {folder} is not the folder of a run")
+    return read_settings(path)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file; ValueError, with its name, if it is anything else."""
     try:
-        saved = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(saved, dict):
-        raise ValueError(f"{path} is not a configuration: found {type(saved).__name__}")
-    return saved
+        found = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # bytes that are no text, too
+        raise ValueError(f"{path} is damaged, or not YAML: {error}") from error
+    if not isinstance(found, dict):
+        what = "it is empty" if found is None else f"found {type(found).__name__}, not names with values"
+        raise ValueError(f"{path} is not a configuration: {what}")
+    return found
 
 
 def write_text(path: Path, text: str) -> None:
