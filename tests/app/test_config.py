@@ -273,6 +273,18 @@ def test_a_file_that_is_no_configuration_is_named(
         assert caught.value.code == 2 and f"{file} {told}" in capsys.readouterr().err
 
 
+def test_wrong_keys_of_a_run_that_goes_on_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run_with_checkpoint(tmp_path / "run", TrainConfig()) / "config.yaml"
+    assert config_of("--resume", str(tmp_path / "run")).optimisation.epochs == 5
+    file.write_text(file.read_text() + "batchsize: 3\n")
+    with pytest.raises(SystemExit) as caught:
+        config_of("--resume", str(tmp_path / "run"))
+    assert caught.value.code == 2
+    assert f"{file} has an unknown setting 'batchsize'" in capsys.readouterr().err
+
+
 def test_wrong_keys_are_told_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("batchsize: 3\n")

@@ -98,7 +98,7 @@ def parse(parser: Parser, arguments: Sequence[str], **fixed: Any) -> tuple[Train
     names = TrainConfig().flat()
     if found.resume is not None:
         saved = told(lambda: saved_settings(found.resume, found.run_dir))
-        parser.set_defaults({name: value for name, value in saved.items() if name in names})
+        parser.set_defaults(saved)
         found = parser.parse_args(arguments)
     return told(lambda: TrainConfig.from_flat({name: found[name] for name in names} | fixed)), found
 

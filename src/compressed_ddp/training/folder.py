@@ -11,7 +11,7 @@ import yaml
 
 from ..files import check_own
 from .checkpoint import Checkpoints, find, flush, point, run_of
-from .config import TrainConfig
+from .config import TrainConfig, flat_fields
 from .place import job_id, restarts
 
 CONFIG, JOB, SUMMARY, LAST = "config.yaml", "job.json", "summary.json", "last"
@@ -100,7 +100,14 @@ def saved_settings(resume: str, run_dir: str | None) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {folder} is not the folder of a run")
-    return read_settings(path)
+    saved = read_settings(path)
+    for name in saved:
+        if name not in flat_fields():
+            raise ValueError(
+                f"{path} has an unknown setting {name!r}: is it of another version, or was it changed? Take "
+                "it out to go on without"
+            )
+    return saved
 
 
 def read_settings(path: Path) -> dict[str, Any]:
