@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple
 import legacy
 from rows import read
 
-TUNE, TEST, TUNE_SEED, TUNE_RATIO, SEEDS = "tune", "test", 100, 0.01, (0, 1, 2)
+TUNE, TEST, TUNE_SEEDS, TUNE_RATIO, SEEDS = "tune", "test", (100, 101, 102), 0.01, (0, 1, 2)
 RATIOS = (0.1, 0.01, 0.001)
 
 Flags = Mapping[str, Any]
@@ -47,6 +49,8 @@ class Task(NamedTuple):
     scored: int | None = None
     """How many examples of the test set a run is scored on, spread evenly over it; None: on all of them."""
     workers: int = 4
+    tunings: int = 1
+    """With how many seeds each learning rate is tried; more where the held-out data is little."""
     like: str | None = None
     """The task whose learning rates are taken; None: they are chosen on this one."""
 
@@ -173,6 +177,7 @@ TASKS = {
         ACCURACY,
         some(SGD, DENSE, "error feedback", "DGC, no masking", "DGC, no warm-up"),
         scored=2_000,
+        tunings=len(TUNE_SEEDS),
     ),
     "sgd": by_optimizer((0.1, 0.2, 0.5), optimizer="sgd", momentum=0.0),
     "nesterov": by_optimizer(IMAGE_RATES, optimizer="sgd", nesterov=True),
@@ -229,21 +234,24 @@ def valid(rows: Sequence[Row]) -> list[Row]:
 
 
 def chosen(rows: Sequence[Row], name: str, method: str) -> float:
-    """The learning rate that did best on held-out data; a run that failed did not.
+    """The learning rate that did best on held-out data, in the mean of the seeds it was tried with.
 
-    Where two score alike, the one with the smaller loss.
+    One that failed did not. Where two score alike, the one with the smaller loss.
     """
     task = TASKS[name]
     if task.like is not None:
         return chosen(rows, task.like, method)
     sign = 1.0 if task.score == ACCURACY else -1.0
-    tuned = {
-        float(row["lr"]): (sign * float(row[task.score]), -float(row["test_loss"]))
-        for row in rows
-        if (row["task"], row["method"], row["purpose"]) == (name, method, TUNE) and not row["failed"]
-        if float(row["lr"]) in rates(task, task.methods[method])  # others were tried once, and not by all
-    }
-    return max(tuned, key=lambda rate: tuned[rate]) if tuned else rates(task, task.methods[method])[0]
+    tried = rates(task, task.methods[method])
+    found: dict[float, list[tuple[float, float]]] = {}
+    for row in rows:
+        if (row["task"], row["method"], row["purpose"]) == (name, method, TUNE) and float(row["lr"]) in tried:
+            good = not row["failed"]
+            score = (sign * float(row[task.score]), -float(row["test_loss"])) if good else (-math.inf, 0.0)
+            found.setdefault(float(row["lr"]), []).append(score)
+    means = {rate: tuple(map(statistics.fmean, zip(*all_, strict=True))) for rate, all_ in found.items()}
+    means = {rate: mean for rate, mean in means.items() if mean[0] > -math.inf}
+    return max(means, key=lambda rate: means[rate]) if means else tried[0]
 
 
 def planned(names: Sequence[str], out: Path, workers: int = 4) -> Iterator[Run]:
@@ -254,8 +262,8 @@ def planned(names: Sequence[str], out: Path, workers: int = 4) -> Iterator[Run]:
         for method_name, method in task.methods.items():
             if len(task.rates) > 1:
                 ratio = 1.0 if method.dense else TUNE_RATIO
-                for lr in rates(task, method):
-                    yield Run(name, method_name, TUNE, ratio, TUNE_SEED, lr)
+                for seed, lr in itertools.product(TUNE_SEEDS[: task.tunings], rates(task, method)):
+                    yield Run(name, method_name, TUNE, ratio, seed, lr)
     for seed, name in itertools.product(SEEDS, names):
         for method_name in TASKS[name].methods:
             lr = chosen(valid(read(out)), name, method_name)

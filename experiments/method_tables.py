@@ -180,19 +180,31 @@ def aims(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
 
 
 def by_rate(rows: Sequence[Row], tasks: Mapping[str, Task]) -> str:
-    """Which learning rates were tried, and who chose the largest: it might have done better with more."""
+    """Which learning rates were tried, and who chose one at an end: beyond it, it might have done better."""
     lines = []
     for name, task in tasks.items():
-        found = {row["method"] for row in rows if (row["task"], row["purpose"]) == (name, TUNE)}
-        tuned = [each for each in task.methods if each in found]
+        seeds: dict[str, set[str]] = {}
+        for row in rows:
+            if (row["task"], row["purpose"]) == (name, TUNE):
+                seeds.setdefault(row["method"], set()).add(str(row["seed"]))
+        tuned = [each for each in task.methods if each in seeds]
         if not tuned:
             continue
-        last = [each for each in tuned if chosen(rows, name, each) == max(rates(task, task.methods[each]))]
-        who = "; ".join(last) if len(last) <= len(tuned) / 2 else "all"
-        if who == "all" and len(last) < len(tuned):
-            who += f" but {'; '.join(each for each in tuned if each not in last)}"
-        lines.append([name, ", ".join(f"{rate:g}" for rate in task.rates), who or "none"])
-    return markdown(("task", "rates tried", "chose the largest"), lines)
+        ends = []
+        for end in (min, max):
+            here = [e for e in tuned if chosen(rows, name, e) == end(rates(task, task.methods[e]))]
+            ends.append(_who(here, tuned))
+        fewest = min(map(len, seeds.values()))
+        lines.append([name, ", ".join(f"{rate:g}" for rate in task.rates), str(fewest), *ends])
+    return markdown(("task", "rates tried", "seeds", "chose the smallest", "chose the largest"), lines)
+
+
+def _who(some: Sequence[str], every: Sequence[str]) -> str:
+    """``some`` in as few words as there are."""
+    if len(some) <= len(every) / 2:
+        return "; ".join(some) or "none"
+    others = "; ".join(each for each in every if each not in some)
+    return f"all but {others}" if others else "all"
 
 
 def parts(rows: Sequence[Row], tasks: Mapping[str, Task], picture: str = "") -> Iterator[tuple[str, str]]:

@@ -63,13 +63,14 @@ def test_every_run_is_one_that_the_application_takes(script: Any, tmp_path: Path
         assert bool(config.task.validation) == (run.purpose == "tune")
         if config.compress:
             resolve(config.compression, from_config(config.compression))  # raises where workers would
-    for task in ("mnist", "fashion", "text"):
+    for task in ("mnist", "fashion", "text", "cifar10"):
         tests = [run for run in runs if (run.task, run.purpose) == (task, "test")]
         methods = script.TASKS[task].methods
         dense = sum(method.dense for method in methods.values())
         assert len(tests) == 3 * (dense + 3 * (len(methods) - dense))
         tuned = [run for run in runs if (run.task, run.purpose) == (task, "tune")]
-        assert len(tuned) == len(methods) * len(script.TASKS[task].rates), "every method alike"
+        each = script.TASKS[task].tunings * len(script.TASKS[task].rates)
+        assert len(tuned) == len(methods) * each, "every method alike"
 
 
 def test_a_run_may_be_scored_on_some_of_the_test_set_from_end_to_end(script: Any) -> None:
@@ -173,6 +174,16 @@ def test_of_two_rates_that_score_alike_the_smaller_loss_decides(script: Any) -> 
     assert sys.modules["method_plan"].chosen(rows, "mnist", "DGC") == 0.05
 
 
+def test_a_rate_is_chosen_by_the_mean_of_its_seeds(script: Any) -> None:
+    scores = {(0.01, 100): 40.0, (0.01, 101): 41.0, (0.02, 100): 43.0, (0.02, 101): 37.0, (0.05, 100): 50.0}
+    rows = [
+        row(script, script.Run("cifar10", "dense", "tune", 1.0, seed, lr), score)
+        for (lr, seed), score in scores.items()
+    ]
+    rows.append(row(script, script.Run("cifar10", "dense", "tune", 1.0, 101, 0.05), 0.0, "the loss is nan"))
+    assert sys.modules["method_plan"].chosen(rows, "cifar10", "dense") == 0.01
+
+
 def test_a_rate_that_is_not_tried_any_more_is_not_chosen(script: Any) -> None:
     rows = [
         row(script, script.Run("mnist", "DGC", "tune", 0.01, 100, lr), 90.0 + lr) for lr in (0.02, 0.05, 0.3)
@@ -180,7 +191,7 @@ def test_a_rate_that_is_not_tried_any_more_is_not_chosen(script: Any) -> None:
     assert sys.modules["method_plan"].chosen(rows, "mnist", "DGC") == 0.05
 
 
-def test_who_chose_the_largest_rate_is_told(script: Any) -> None:
+def test_who_chose_a_rate_at_an_end_is_told(script: Any) -> None:
     def tuned(task: str, best: dict[str, float]) -> list[dict[str, Any]]:
         return [
             row(
@@ -199,10 +210,10 @@ def test_who_chose_the_largest_rate_is_told(script: Any) -> None:
     rows += tuned("sgd", {"dense": 0.1, "error feedback": 0.2}) + tuned("cifar10", {"dense": 0.05})
     lines = tables.by_rate(rows, script.TASKS).splitlines()[2:]
     assert lines == [
-        "| mnist | 0.02, 0.05, 0.1 | all but error feedback |",
-        "| cifar10 | 0.005, 0.01, 0.02, 0.05 | all |",
-        "| sgd | 0.1, 0.2, 0.5 | none |",
-        "| nesterov | 0.02, 0.05, 0.1 | error feedback |",
+        "| mnist | 0.02, 0.05, 0.1 | 1 | error feedback | all but error feedback |",
+        "| cifar10 | 0.005, 0.01, 0.02, 0.05 | 1 | none | all |",
+        "| sgd | 0.1, 0.2, 0.5 | 1 | dense | none |",
+        "| nesterov | 0.02, 0.05, 0.1 | 1 | none | error feedback |",
     ]
 
 
