@@ -8,7 +8,8 @@ from typing import NamedTuple
 from method_plan import Row, Task
 from method_results import Result, default, dense_of, distance, markdown, results, share
 
-IMAGES = ("mnist", "fashion")
+SMALL = ("mnist", "fashion")
+IMAGES = (*SMALL, "cifar10")
 
 
 class Of(NamedTuple):
@@ -63,21 +64,21 @@ GUIDE = (
     Advice(
         "still fewer bytes",
         "`--values int4`: the same entries in fewer bits",
-        IMAGES,
+        SMALL,
         Of("int4 values", 0.01),
         Of("error feedback", 0.01),
     ),
     Advice(
         "latency is what costs",
         "`--local-steps 8`, at ten times the ratio",
-        IMAGES,
+        SMALL,
         Of("local steps", 0.1),
         Of("error feedback", 0.01),
     ),
     Advice(
         "one ratio for each layer?",
         "no: leave `adapt_every` at 0",
-        (*IMAGES, "text"),
+        (*SMALL, "text"),
         Of("error feedback", 0.01),
         Of("adaptive", 0.01),
     ),
@@ -98,7 +99,7 @@ GUIDE = (
     Advice(
         "error feedback off?",
         "never below 10 %",
-        IMAGES,
+        SMALL,
         Of("error feedback", 0.01),
         Of("no error feedback", 0.01),
     ),

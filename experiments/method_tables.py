@@ -244,13 +244,17 @@ def plot(rows: Sequence[Row], tasks: Mapping[str, Task], path: Path) -> bool:
     }
     if not panels:
         return False
+    width = min(3, len(panels) + 1)  # a place more, for the legend
+    height = -(-(len(panels) + 1) // width)
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(5.2 * len(panels), 4.6), squeeze=False, layout="constrained"
+        height, width, figsize=(5.2 * width, 4.6 * height), squeeze=False, layout="constrained"
     )
+    for panel in axes.flat[len(panels) :]:
+        panel.axis("off")
     every = dict.fromkeys(each.method for found in panels.values() for each in found)
     styles = {method: i for i, method in enumerate(every)}
     handles: dict[str, Any] = {}
-    for panel, (name, found) in zip(axes[0], panels.items(), strict=True):
+    for panel, (name, found) in zip(axes.flat, panels.items(), strict=False):
         accuracy = by_accuracy(tasks[name])
         for method in dict.fromkeys(each.method for each in found):
             mine = sorted((each for each in found if each.method == method), key=lambda each: each.sent)
@@ -270,14 +274,18 @@ def plot(rows: Sequence[Row], tasks: Mapping[str, Task], path: Path) -> bool:
             panel.axhline(dense.mean, color="black", linewidth=0.6, linestyle=":")
         panel.set(xscale="log", xlabel="sent by one worker, MB", title=name)
         panel.set_ylabel("test accuracy, %" if accuracy else "test loss")
-        values = sorted(each.mean for each in found)  # what failed wholly would hide all differences
-        if accuracy:
-            panel.set_ylim(bottom=max(values[len(values) // 4] - 3, values[0] - 0.3))
-        else:
-            panel.set_ylim(top=min(values[3 * len(values) // 4] * 1.15, values[-1] * 1.02))
-    axes[0][-1].legend(
-        handles.values(), handles.keys(), fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1)
-    )
+        panel.set_ylim(*_seen(sorted(each.mean for each in found), accuracy))
+    axes.flat[-1].legend(handles.values(), handles.keys(), fontsize=9, loc="center", ncols=2)
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return True
+
+
+def _seen(scores: Sequence[float], accuracy: bool) -> tuple[float, float]:
+    """From where to where a panel goes: what failed wholly would hide all differences."""
+    if accuracy:
+        bottom, top = max(scores[len(scores) // 4] - 3, scores[0]), scores[-1]
+    else:
+        bottom, top = scores[0], min(scores[3 * len(scores) // 4] * 1.15, scores[-1])
+    room = 0.08 * (top - bottom) or 0.1
+    return bottom - room, top + room

@@ -84,7 +84,6 @@ def test_the_runs_seed_is_the_compressors_too() -> None:
         ("--compress --optimizer adamw --compressor fp16", False),
         ("--compress --optimizer sgd", False),
         ("--compress --optimizer sgd --momentum-correction", True),
-        ("--optimizer sgd --momentum-correction", False),
         ("--compress --optimizer adamw --local-steps 10", False),
         ("--optimizer adamw", False),
     ],
@@ -173,6 +172,7 @@ def test_schedules_of_the_ratio_that_cannot_be(settings: dict[str, object], told
     [
         ("--ratio-schedule warmup --ratio-warmup 1", "ratio_schedule warmup needs compress"),
         ("--compress --no-momentum-masking", "momentum_masking false needs momentum_correction"),
+        ("--momentum-correction", "momentum_correction needs compress"),
         ("--outer-lr 0.5", "outer_lr 0.5 needs local_steps"),
         ("--outer-momentum 0.5", "outer_momentum 0.5 needs local_steps"),
         ("--compress --eta 0.3", "eta 0.3 needs memory ef21-sgdm, and that is ef"),

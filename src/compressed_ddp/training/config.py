@@ -288,6 +288,8 @@ class TrainConfig:
         switch, memory, eta = self.switch, self.compression.memory, self.compression.eta
         if switch.ratio_schedule != "constant" and not self.compress:
             raise ValueError(f"ratio_schedule {switch.ratio_schedule} needs compress; leave it out otherwise")
+        if switch.momentum_correction and not self.compress:
+            raise ValueError("momentum_correction needs compress; leave it out otherwise")
         if not switch.momentum_masking and not switch.momentum_correction:
             raise ValueError("momentum_masking false needs momentum_correction; leave it out otherwise")
         for name in ("outer_lr", "outer_momentum"):
