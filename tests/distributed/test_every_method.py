@@ -116,7 +116,10 @@ def test_the_table_has_every_way_to_train() -> None:
             )
             for kind, switch in [
                 *((SplitSGD, switch) for switch in ("masking", "nesterov", "momentum", "max_norm")),
-                (SplitAdam, "max_norm"),
+                *(
+                    (SplitAdam, switch)
+                    for switch in ("max_norm", "beta1", "freeze", "decoupled_weight_decay")
+                ),
                 (torch.optim.SGD, "nesterov"),
             ]
         },
@@ -130,7 +133,10 @@ def test_the_table_has_every_way_to_train() -> None:
 
     for what, switch in switches.items():
         assert True in {switch(row) for row in ROWS.values()}, f"no row has {what}"
-    for what in ("outer nesterov", "SplitSGD.masking", "SplitSGD.momentum", "SplitSGD.max_norm"):
+    for what in (
+        *("outer nesterov", "SplitSGD.masking", "SplitSGD.momentum", "SplitSGD.max_norm"),
+        *("SplitAdam.beta1", "SplitAdam.freeze", "SplitAdam.decoupled_weight_decay"),
+    ):
         assert False in {switches[what](row) for row in ROWS.values()}, f"no row is without {what}"
 
 
