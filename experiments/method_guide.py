@@ -64,7 +64,7 @@ GUIDE = (
     Advice(
         "still fewer bytes",
         "`--values int4`: the same entries in fewer bits",
-        SMALL,
+        (*SMALL, "text"),
         Of("int4 values", 0.01),
         Of("error feedback", 0.01),
     ),
