@@ -7,7 +7,7 @@ from dataclasses import replace
 from numbers import Real
 
 from ..compression import BaseCompressor
-from ..types import CompressionConfig, SenderHalf, check_ratio, unknown_name
+from ..types import CompressionConfig, check_ratio, unknown_name
 from .lanes import COLLECTIVES
 
 
@@ -71,7 +71,7 @@ def checked_scale(scale: object) -> float:
     return float(scale)
 
 
-def in_words(compressor: BaseCompressor, config: CompressionConfig, sender: SenderHalf | None) -> str:
+def in_words(compressor: BaseCompressor, config: CompressionConfig) -> str:
     """The method, for the ledger: what is sent, and what differs from plain error feedback."""
     words = [compressor.name]
     if compressor.sparse:
@@ -81,5 +81,4 @@ def in_words(compressor: BaseCompressor, config: CompressionConfig, sender: Send
     elif not config.error_feedback and compressor.feedback(None):
         words.append("no error feedback")
     words += ["adaptive"] if config.adapt_every else []
-    words += [type(sender).__name__] if sender is not None else []
     return ", ".join(words)

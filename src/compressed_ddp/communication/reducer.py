@@ -61,7 +61,7 @@ class Reducer:
         self.transport = transport
         self.memory = memory if memory is not None else ErrorFeedbackBuffer()
         feedback = bool(self.config.error_feedback)
-        self._sender, self._note = sender, note
+        self._note = f", {type(sender).__name__}{note}" if sender is not None else note
         self.stats = Ledger("", describe(self._device), feedback, compressor.unbiased)
         smallest = config.min_compress_numel if compressor.small_tensors_apart else 0
         self._allotment = Allotment(config.adapt_every, smallest)
@@ -111,7 +111,7 @@ class Reducer:
         """A ratio that all ranks have agreed on; buckets notice by themselves (``Lanes.open``)."""
         self.compressor.ratio = self.stats.ratio = float(ratio)
         self.compressor.factors = self._allotment.at(self.ratio)  # not those of an earlier run
-        self.stats.method = in_words(self.compressor, self.config, self._sender) + self._note
+        self.stats.method = in_words(self.compressor, self.config) + self._note
 
     def reduce_(
         self,

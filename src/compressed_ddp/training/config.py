@@ -261,7 +261,8 @@ class TrainConfig:
         ):
             raise ValueError("momentum_correction needs optimizer sgd and a momentum above 0")
         self._check_idle()
-        if self._masked and self.compression.memory != "ef":
+        masked = self.switch.momentum_correction and self.switch.momentum_masking
+        if masked and self.compression.memory != "ef":
             raise ValueError(
                 f"memory {self.compression.memory} with momentum_correction: masked is what was sent of a "
                 "debt, and EF21 has none; add --no-momentum-masking, or use --memory ef"
@@ -304,10 +305,6 @@ class TrainConfig:
     @property
     def compress(self) -> bool:
         return self.switch.compress
-
-    @property
-    def _masked(self) -> bool:
-        return self.compress and self.switch.momentum_correction and self.switch.momentum_masking
 
     @property
     def local(self) -> bool:

@@ -100,9 +100,9 @@ def saved_settings(resume: str, run_dir: str | None) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {folder} is not the folder of a run")
-    saved = read_settings(path)
+    saved, known = read_settings(path), flat_fields()
     for name in saved:
-        if name not in flat_fields():
+        if name not in known:
             raise ValueError(
                 f"{path} has an unknown setting {name!r}: is it of another version, or was it changed? Take "
                 "it out to go on without"
