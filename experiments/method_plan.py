@@ -134,8 +134,8 @@ TEXT |= {"collective": "allgather"}
 # Small batches: in few steps most of what is owed would never be sent, whatever the method.
 CIFAR = IMAGES | {"dataset": "cifar10", "model": "resnet18", "limit": 2_500, "epochs": 4, "batch_size": 8}
 CIFAR |= {"precision": "bf16"}
-IMAGE_RATES, CIFAR_RATES, ACCURACY = (0.02, 0.05, 0.1), (0.005, 0.01, 0.02, 0.05), "test_accuracy"
-ADAM_RATES = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)
+IMAGE_RATES, CIFAR_RATES = (0.02, 0.05, 0.1, 0.2), (0.005, 0.01, 0.02, 0.05, 0.1)
+ADAM_RATES, ACCURACY = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032), "test_accuracy"
 
 
 def on_workers(workers: int) -> Task:
@@ -169,7 +169,7 @@ TASKS = {
         {name: each for name, each in ADAM.items() if name not in ELSEWHERE},
         (TUNE_RATIO,),
     ),
-    "text": Task(TEXT, (0.002, 0.004, 0.008), 2_000, "test_loss", GPT, scored=2_000),
+    "text": Task(TEXT, (0.001, 0.002, 0.004, 0.008), 2_000, "test_loss", GPT, scored=2_000),
     "cifar10": Task(
         CIFAR,
         CIFAR_RATES,
@@ -179,10 +179,10 @@ TASKS = {
         scored=2_000,
         tunings=len(TUNE_SEEDS),
     ),
-    "sgd": by_optimizer((0.1, 0.2, 0.5), optimizer="sgd", momentum=0.0),
+    "sgd": by_optimizer((0.1, 0.2, 0.5, 1.0), optimizer="sgd", momentum=0.0),
     "nesterov": by_optimizer(IMAGE_RATES, optimizer="sgd", nesterov=True),
     "adam": by_optimizer(ADAM_RATES[2:], optimizer="adam"),
-    "rmsprop": by_optimizer((0.0005, 0.001, 0.002), optimizer="rmsprop", momentum=0.0),
+    "rmsprop": by_optimizer((0.0005, 0.001, 0.002, 0.004), optimizer="rmsprop", momentum=0.0),
     "fashion_2": on_workers(2),
     "fashion_8": on_workers(8),
 }
