@@ -203,17 +203,23 @@ def test_who_chose_a_rate_at_an_end_is_told(script: Any) -> None:
             for lr in script.TASKS[task].rates
         ]
 
-    tables = script.method_tables
-    assert tables.by_rate([], script.TASKS) == ""
-    rows = tuned("mnist", {"dense": 0.1, "DGC": 0.1, "adaptive": 0.1, "error feedback": 0.02})
-    rows += tuned("nesterov", {"dense": 0.05, "error feedback": 0.1})
-    rows += tuned("sgd", {"dense": 0.1, "error feedback": 0.2}) + tuned("cifar10", {"dense": 0.05})
-    lines = tables.by_rate(rows, script.TASKS).splitlines()[2:]
+    tables, tasks = script.method_tables, script.TASKS
+    assert tables.by_rate([], tasks) == ""
+    least, middle, most = tasks["mnist"].rates[0], tasks["mnist"].rates[1], tasks["mnist"].rates[-1]
+    rows = tuned("mnist", {"dense": most, "DGC": most, "adaptive": most, "error feedback": least})
+    rows += tuned("cifar10", {"dense": tasks["cifar10"].rates[-1]})
+    rows += tuned("sgd", {"dense": tasks["sgd"].rates[0], "error feedback": tasks["sgd"].rates[1]})
+    rows += tuned("nesterov", {"dense": middle, "error feedback": most})
+    lines = tables.by_rate(rows, tasks).splitlines()[2:]
+    wanted = {
+        "mnist": "error feedback | all but error feedback",
+        "cifar10": "none | all",
+        "sgd": "dense | none",
+        "nesterov": "none | error feedback",
+    }
     assert lines == [
-        "| mnist | 0.02, 0.05, 0.1 | 1 | error feedback | all but error feedback |",
-        "| cifar10 | 0.005, 0.01, 0.02, 0.05 | 1 | none | all |",
-        "| sgd | 0.1, 0.2, 0.5 | 1 | dense | none |",
-        "| nesterov | 0.02, 0.05, 0.1 | 1 | none | error feedback |",
+        f"| {name} | {', '.join(map('{:g}'.format, tasks[name].rates))} | 1 | {chose} |"
+        for name, chose in wanted.items()
     ]
 
 
@@ -295,7 +301,7 @@ def test_aims_are_reached_with_all_seeds_only(script: Any) -> None:
     line = "| fashion_adamw | 1.0% | Adam in two halves (best) | -1 points | -0.70 points | yes |"
     assert line in script.method_tables.aims(rows, script.TASKS)
     losses = script.TASKS["text"]
-    rows = [each | {"task": "text", "lr": "0.002"} for each in rows]
+    rows = [each | {"task": "text", "lr": str(losses.rates[0])} for each in rows]
     assert "-0.7" not in script.method_tables.table(rows, "text", losses), "a loss is compared by its ratio"
     assert "| 10.7000 ± 0.0000 | +7.00% |" in script.method_tables.table(rows, "text", losses)
 
