@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import legacy
 from rows import read
 
-TUNE, TEST, TUNE_SEEDS, TUNE_RATIO, SEEDS = "tune", "test", (100, 101, 102), 0.01, (0, 1, 2)
+TUNE, TEST, TUNE_SEEDS, TUNE_RATIO, SEEDS = "tune", "test", (100, 101), 0.01, (0, 1, 2)
 RATIOS = (0.1, 0.01, 0.001)
 
 Flags = Mapping[str, Any]
