@@ -50,8 +50,9 @@ class Task(NamedTuple):
     """How many examples of the test set a run is scored on, spread evenly over it; None: on all of them."""
     workers: int = 4
     tunings: int = 1
-    """With how many seeds each learning rate is tried; more where one says little: by few held-out examples
-    (CIFAR-10), or because the best rate is near to one that diverges (Fashion-MNIST)."""
+    """With how many seeds learning rates are tried: all with the first, then the two that did best. More than
+    one where one says little: by few held-out examples (CIFAR-10), or because the best rate is near to one
+    that diverges (Fashion-MNIST)."""
     like: str | None = None
     """The task whose learning rates are taken; None: they are chosen on this one."""
 
@@ -170,7 +171,7 @@ TASKS = {
         {name: each for name, each in ADAM.items() if name not in ELSEWHERE},
         (TUNE_RATIO,),
     ),
-    "text": Task(TEXT, (0.001, 0.002, 0.004, 0.008), 2_000, "test_loss", GPT, scored=2_000),
+    "text": Task(TEXT, (0.002, 0.004, 0.008), 2_000, "test_loss", GPT, scored=2_000),
     "cifar10": Task(
         CIFAR,
         CIFAR_RATES,
@@ -235,24 +236,32 @@ def valid(rows: Sequence[Row]) -> list[Row]:
 
 
 def chosen(rows: Sequence[Row], name: str, method: str) -> float:
-    """The learning rate that did best on held-out data, in the mean of the seeds it was tried with.
-
-    One that failed did not. Where two score alike, the one with the smaller loss.
-    """
+    """The learning rate that did best on held-out data, among those that were tried with most seeds."""
     task = TASKS[name]
     if task.like is not None:
         return chosen(rows, task.like, method)
+    best = by_score(rows, name, method, TUNE_SEEDS[: task.tunings])
+    return best[0] if best else rates(task, task.methods[method])[0]
+
+
+def by_score(rows: Sequence[Row], name: str, method: str, seeds: Sequence[int]) -> list[float]:
+    """Learning rates by how many of ``seeds`` they were tried with, then by their mean score; the best first.
+
+    One that failed is not among them. Where two score alike, the one with the smaller loss.
+    """
+    task = TASKS[name]
     sign = 1.0 if task.score == ACCURACY else -1.0
     tried = rates(task, task.methods[method])
     found: dict[float, list[tuple[float, float]]] = {}
     for row in rows:
-        if (row["task"], row["method"], row["purpose"]) == (name, method, TUNE) and float(row["lr"]) in tried:
+        mine = (row["task"], row["method"], row["purpose"]) == (name, method, TUNE)
+        if mine and int(row["seed"]) in seeds and float(row["lr"]) in tried:
             good = not row["failed"]
             score = (sign * float(row[task.score]), -float(row["test_loss"])) if good else (-math.inf, 0.0)
             found.setdefault(float(row["lr"]), []).append(score)
     means = {rate: tuple(map(statistics.fmean, zip(*all_, strict=True))) for rate, all_ in found.items()}
-    means = {rate: mean for rate, mean in means.items() if mean[0] > -math.inf}
-    return max(means, key=lambda rate: means[rate]) if means else tried[0]
+    good = [rate for rate in means if means[rate][0] > -math.inf]
+    return sorted(good, key=lambda rate: (len(found[rate]), *means[rate]), reverse=True)
 
 
 def planned(names: Sequence[str], out: Path, workers: int = 4) -> Iterator[Run]:
@@ -261,9 +270,12 @@ def planned(names: Sequence[str], out: Path, workers: int = 4) -> Iterator[Run]:
     for name in names:
         task = TASKS[name]
         for method_name, method in task.methods.items():
-            if len(task.rates) > 1:
-                ratio = 1.0 if method.dense else TUNE_RATIO
-                for seed, lr in itertools.product(TUNE_SEEDS[: task.tunings], rates(task, method)):
+            ratio = 1.0 if method.dense else TUNE_RATIO
+            tried = rates(task, method)
+            for seed in TUNE_SEEDS[: task.tunings] if len(tried) > 1 else ():
+                if seed != TUNE_SEEDS[0]:
+                    tried = by_score(valid(read(out)), name, method_name, TUNE_SEEDS[:1])[:2]
+                for lr in tried:
                     yield Run(name, method_name, TUNE, ratio, seed, lr)
     for seed, name in itertools.product(SEEDS, names):
         for method_name in TASKS[name].methods:
