@@ -108,6 +108,29 @@ def test_resume_goes_on_with_the_runs_own_configuration(trained: Path) -> None:
     assert steps == sorted(steps) and steps[-1] == 18
 
 
+def test_a_run_that_is_at_its_end_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trial of few steps has left its max_steps behind: the real run must not end as if it were done."""
+    again = ["train", "--run-dir=a", "--resume=auto", "--limit=12", "--batch-size=2", "--epochs=1"]
+    again += ["--no-tensorboard"]
+    in_process([*again, "--max-steps=2"], 0, tmp_path, monkeypatch, capsys)
+    assert "step 2 of max_steps 2; --max-steps null" in in_process(again, 0, tmp_path, monkeypatch, capsys)
+    further = in_process([*again, "--max-steps=null"], 0, tmp_path, monkeypatch, capsys)
+    assert "nothing to train" not in further
+    assert "all 1 epochs of this run are done" in in_process(again, 0, tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("flag", ["--runs=file", "--run-dir=file", "--run-dir=file/inside"])
+def test_a_folder_that_cannot_be_made_is_told(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    told = in_process(["train", flag, "--limit=12", "--max-steps=1"], 1, tmp_path, monkeypatch, capsys)
+    assert "file" in told and "--run-dir" in told and "Errno" not in told
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_damaged_checkpoint_is_told_in_a_line(trained: Path) -> None:
     newest = find(trained / "runs" / "last")
     path = newest / checkpoint.rank_file(1)
@@ -222,6 +245,8 @@ def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     )  # nothing was trained again
     more = in_process(["compare", *arguments, "--lr=0.1"], 1, tmp_path, monkeypatch, capsys)
     assert "has a run with other settings" in more
+    alone = in_process(["compare", "--workers=1"], 1, tmp_path, monkeypatch, capsys)
+    assert "one worker alone sends nothing" in alone
     for wrong, told in (("1,zero", "ratios must be numbers"), ("1,2", "ratio must be in (0, 1], got 2.0")):
         assert told in in_process(["compare", f"--ratios={wrong}"], 1, tmp_path, monkeypatch, capsys)
 
@@ -268,7 +293,8 @@ def test_an_interrupted_comparison_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run that was cut off goes on from its checkpoint, with the same command."""
-    arguments = ["--limit=64", "--epochs=2", "--ratios=0.1", "--out=cmp", "--no-tensorboard"]
+    arguments = ["--limit=64", "--batch-size=16", "--epochs=2", "--ratios=0.1", "--out=cmp"]
+    arguments += ["--no-tensorboard"]
     folder = tmp_path / "cmp" / "ratio-0.1-seed-0"
     program("compare", *arguments, folder=tmp_path)
     (folder / "summary.json").unlink()

@@ -52,7 +52,7 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
 
 
 def test_flags_win_wherever_they_stand(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("ratio: 0.5\nepochs: 7\n")
+    (tmp_path / "a.yaml").write_text("compress: true\nratio: 0.5\nepochs: 7\n")
     (tmp_path / "b.yaml").write_text("epochs: 8\n")
     for arguments in (
         ["--ratio", "0.1", "--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml")],
@@ -219,11 +219,18 @@ def test_the_learning_rate_follows_the_optimizer() -> None:
     ("arguments", "told"),
     [
         (["--batch-sise", "3"], "did you mean --batch-size"),
-        (["--batch-size", "many"], "many"),
+        (["--batch-size", "many"], "batch_size must be a whole number; got 'many'"),
         (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
-        (["--ratio", "2"], "ratio must be in (0, 1], got 2"),
-        (["--scope", "buckets"], "did you mean 'bucket'"),
-        (["--optimizer", "sdg"], "sdg"),
+        (["--compress", "--ratio", "2"], "ratio must be in (0, 1], got 2"),
+        (["--compress", "--scope", "buckets"], "did you mean 'bucket'"),
+        (["--optimizer", "sdg"], "unknown optimizer 'sdg'; did you mean 'sgd'?"),
+        (["--ratio", "abc"], "ratio must be a number; got 'abc'"),
+        (["--max-steps", "x"], "max_steps must be a whole number, or null for none; got 'x'"),
+        (["--split-optimizer", "maybe"], "split_optimizer must be true or false, or null for none"),
+        (["--compress", "true"], "arguments: true; settings are flags"),
+        (["mnist"], "arguments: mnist; settings are flags, as in --dataset mnist"),
+        (["--ratio", "0.01"], "nothing says that they are: add --compress"),
+        (["--compressor=topkk"], "--compressor says how gradients are compressed"),
         (["--backend", "mpi"], "unknown backend 'mpi'"),
         (["--target-accuracy", "200"], "at most 100"),
         (["--nesterov", "--momentum", "0"], "nesterov needs"),
@@ -271,6 +278,35 @@ def test_a_file_that_is_no_configuration_is_named(
         with pytest.raises(SystemExit) as caught:
             config_of(*arguments)
         assert caught.value.code == 2 and f"{file} {told}" in capsys.readouterr().err
+
+
+def test_settings_of_compression_may_stay_where_it_is_turned_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By whoever it is; and time limits have nothing to do with it."""
+    file = tmp_path / "a.yaml"
+    file.write_text("compress: true\nratio: 0.1\n")
+    plain = config_of("--config", str(file), "--no-compress")
+    assert not plain.compress and plain.compression.ratio == 0.1
+    run_with_checkpoint(tmp_path / "run", plain)
+    assert config_of("--resume", str(tmp_path / "run")).compression.ratio == 0.1
+    assert config_of("--sync-timeout", "5", "--guard-every", "7").compression.guard_every == 7
+    for text in ("ratio: 0.1\n", "values: int4\n"):
+        file.write_text(text)
+        assert config_of("--config", str(file), "--compress").compress
+        with pytest.raises(SystemExit):
+            config_of("--config", str(file))
+        assert "nothing says that they are" in capsys.readouterr().err
+
+
+def test_a_key_inside_of_another_is_told_where_it_belongs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("compression:\n  ratio: 0.1\n")
+    with pytest.raises(SystemExit):
+        config_of("--config", str(file))
+    assert "did you mean ratio?" in capsys.readouterr().err
 
 
 def test_wrong_keys_of_a_run_that_goes_on_are_told(
@@ -328,7 +364,7 @@ def test_print_config_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_what_could_not_run_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["train", "--ratio=5", "--print-config"])
+        main(["train", "--compress", "--ratio=5", "--print-config"])
     assert caught.value.code == 2
     assert main(["compare", "--ratios=5", "--print-config"]) == 1
     printed = capsys.readouterr()

@@ -161,7 +161,9 @@ def run_application(arguments: list[str]) -> None:
     resumed, several = "--resume" in arguments, "--workers" in arguments
     # A run of one worker that goes on with three is really started; others are, in test_commands.py.
     short = [f for f in SHORT if not (resumed and ("--max-steps" in f or (several and "--workers" in f)))]
-    more = ["--seeds=0", "--ratios=0.1", "--threads=1"] if arguments[0] == "compare" else TINY
+    more = TINY
+    if arguments[0] == "compare":
+        more = ["--seeds=0", "--ratios=0.1", "--threads=1", "--workers=2"]
     assert main([*arguments, *short, *more]) == 0
 
 

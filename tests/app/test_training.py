@@ -330,6 +330,21 @@ def test_workers_with_other_settings_are_told(pool: Pool, tmp_path: Path) -> Non
     assert "batch_size is 9 on rank 1 and 8 on rank 0" in caught.value.errors[1]
 
 
+def unlike_job(rank: int, world: int, settings: dict[str, Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(run, "__version__", "9.9.9")
+        train_job(rank, world, settings)
+
+
+def test_workers_of_another_release_are_told_also_where_nothing_is_compressed(
+    pool: Pool, tmp_path: Path
+) -> None:
+    with pytest.raises(JobFailed) as caught:
+        pool.run(2, unlike_job, SMALL | {"run_dir": str(tmp_path / "a"), "compress": False})
+    assert "compressed-ddp is '9.9.9' on rank 1 and " in caught.value.errors[1]
+
+
 def test_an_older_checkpoint_begins_another_future(pool: Pool, tmp_path: Path) -> None:
     """What came after it is gone, so that nobody goes on with it by mistake."""
     run = {"run_dir": str(tmp_path / "a")}

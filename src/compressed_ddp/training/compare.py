@@ -41,6 +41,7 @@ COLUMNS = (
 
 def add_flags(parser: Parser) -> None:
     """The settings that only a comparison has."""
+    parser.set_defaults(workers=2)
     group = parser.add_argument_group("what is compared")
     group.add_argument("--ratios", type=str, default="1,0.1,0.01,0.001", help="Ratios; 1 is plain DDP.")
     group.add_argument(
@@ -70,6 +71,8 @@ def command(arguments: Sequence[str]) -> int:
     if options.print_config:
         print(as_file(config, ratios=options.ratios, seeds=options.seeds, out=options.out), end="")
         return 0
+    if config.running.workers == 1:
+        raise ValueError("one worker alone sends nothing: there is nothing to compare; --workers 2 or more")
     name = f"compare-{config.task.model}-{config.task.dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
     out = Path(options.out) if options.out is not None else Path(config.running.runs) / name
     folders = [out / f"ratio-{ratio:g}-seed-{seed}" for ratio, seed, _ in runs]

@@ -62,8 +62,8 @@ class Optimisation:
     accumulate: int = 1
     """Micro-batches of batch_size examples that make one step; gradients travel once."""
     optimizer: Optimizer = "sgd"
-    """The optimizer: torch's own, except that with compression adam and adamw are SplitAdam, which divides by
-    the second moment before it (split_optimizer says when not)."""
+    """The optimizer: torch's own, except that with topk, threshold and randomk adam and adamw are SplitAdam,
+    which divides by the second moment before compression (split_optimizer says when not)."""
     lr: float | None = None
     """Learning rate. Default: 0.05 for sgd, 0.001 for adam and adamw, 0.0005 for rmsprop."""
     momentum: float = 0.9
@@ -179,8 +179,8 @@ class Compress:
     """Compress gradients, as the settings below say. Otherwise: plain DistributedDataParallel."""
     split_optimizer: bool | None = None
     """adam, adamw: each worker divides by its own second moment before compression, and what is compressed is
-    the update; a first moment is in it only with beta1. Default: where entries wait in a residual, because
-    there the usual order loses much."""
+    the update; a first moment is in it only with beta1. Default: where entries wait in a residual (topk,
+    threshold, randomk), because there the usual order loses much."""
     freeze_after: int | None = None
     """With split_optimizer: each worker's second moment stays as it is after this many steps; with beta1 0.9
     momentum is compressed then, as by 1-bit Adam. Default: never."""

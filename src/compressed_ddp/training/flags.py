@@ -7,14 +7,16 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import docstring_parser
 import yaml
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
+from ..types import CompressionConfig, unknown_name
 from .config import NOT_FLAGS, SECTIONS, TrainConfig
 from .folder import read_settings, saved_settings
 
@@ -24,19 +26,42 @@ class Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Say what is wrong and how to find out more, and end the program."""
-        found = re.search(r"(?:unrecognized arguments: -*|Option ')([\w.-]+)", message)
-        hint = ""
-        if found:
-            names = [option for action in self._actions for option in action.option_strings]
-            wanted = "--" + found[1].replace("_", "-")
-            near = difflib.get_close_matches(wanted, names, n=1)
-            hint = (
-                f"; did you mean {near[0] if '--' in message else near[0][2:].replace('-', '_')}?"
-                if near
-                else ""
-            )
-        print(f"{self.prog}: {message}{hint}\n{self.prog} --help shows all settings", file=sys.stderr)
+        message = _wrong_kind(message) or message + self._hint(message)
+        print(f"{self.prog}: {message}\n{self.prog} --help shows all settings", file=sys.stderr)
         sys.exit(2)
+
+    def _hint(self, message: str) -> str:
+        """What a flag, a key of a file or a word that nobody knows may have meant."""
+        found = re.search(r"(unrecognized arguments: |Option ')(-*)([\w.-]+)", message)
+        if found is None:
+            return ""
+        is_flag = found[1].startswith("unrecognized")
+        if is_flag and not found[2]:
+            return (
+                "; settings are flags, as in --dataset mnist, and a switch takes no value: --compress turns "
+                "it on, --no-compress off"
+            )
+        names = [option for action in self._actions for option in action.option_strings]
+        wanted = "--" + found[3].rpartition(".")[2].replace("_", "-")  # all keys are on one level
+        near = difflib.get_close_matches(wanted, names, n=1)
+        if not near:
+            return ""
+        return f"; did you mean {near[0] if is_flag else near[0][2:].replace('-', '_')}?"
+
+
+def _wrong_kind(message: str) -> str | None:
+    """jsonargparse's words about a value of another kind, in ours; None if it is about something else."""
+    found = re.match(r'Parser key "(\w+)":.*(?:Got|Given) value: (.*)', message, re.DOTALL)
+    hints = {name: hint for kind in SECTIONS.values() for name, hint in get_type_hints(kind).items()}
+    if found is None or found[1] not in hints:
+        return None
+    name, value, hint = found[1], found[2].strip(), hints[found[1]]
+    if get_origin(hint) is Literal:
+        return str(unknown_name(name, value, get_args(hint)))
+    kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    wanted = [kinds[kind] for kind in (get_args(hint) or (hint,)) if kind in kinds]
+    none = ", or null for none" if type(None) in get_args(hint) else ""
+    return f"{name} must be {' or '.join(wanted)}{none}; got {value!r}" if wanted else None
 
 
 def make_parser(prog: str, description: str) -> Parser:
@@ -100,7 +125,29 @@ def parse(parser: Parser, arguments: Sequence[str], **fixed: Any) -> tuple[Train
         saved = told(lambda: saved_settings(found.resume, found.run_dir))
         parser.set_defaults(saved)
         found = parser.parse_args(arguments)
+    if "compress" not in fixed and not found.compress:
+        _refuse_idle(parser, rest, files)
     return told(lambda: TrainConfig.from_flat({name: found[name] for name in names} | fixed)), found
+
+
+def _refuse_idle(parser: Parser, arguments: Sequence[str], files: Sequence[str]) -> None:
+    """End the program if it was said how gradients are compressed, and nothing about whether they are.
+
+    Where a file or a flag says that they are not, the rest may stay as it is.
+    """
+    said = {key for file in files for key in read_settings(Path(file))}
+    said |= {argument.partition("=")[0][2:].replace("-", "_") for argument in arguments}
+    if said & {"compress", "no_compress"}:
+        return
+    # Time limits and looks at weights are there without compression too.
+    always = {"seed", "sync_timeout", "guard_every"}
+    for each in fields(CompressionConfig):
+        if each.name in said - always:
+            flag = "--" + each.name.replace("_", "-")
+            parser.error(
+                f"{flag} says how gradients are compressed, and nothing says that they are: add --compress, "
+                f"leave {flag} out, or say --no-compress"
+            )
 
 
 def as_file(config: TrainConfig, **more: Any) -> str:

@@ -57,11 +57,24 @@ def new_folder(config: TrainConfig) -> Path:
     folder, n = Path(config.running.runs) / name, 1
     while True:
         try:
-            folder.mkdir(parents=True)
+            _make(folder, exist_ok=False)
             return folder
         except FileExistsError:  # taken, perhaps by a run that began in the same second
             n += 1
             folder = folder.with_name(f"{name}-{n}")
+
+
+def _make(folder: Path, *, exist_ok: bool) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        if exist_ok:  # then it is no folder
+            raise ValueError(f"{folder} is a file: --run-dir names a folder for the run") from None
+        raise
+    except OSError as error:
+        raise ValueError(
+            f"the run's folder {folder} cannot be made: {error.strerror}; name another by --runs or --run-dir"
+        ) from error
 
 
 def start_from(config: TrainConfig, folder: Path) -> list[Path]:
@@ -81,7 +94,7 @@ def start_from(config: TrainConfig, folder: Path) -> list[Path]:
 
 def place_folder(config: TrainConfig, folder: Path) -> None:
     """Write the configuration and the job into the folder, and let ``last`` lead there."""
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder, exist_ok=True)
     saved = {name: value for name, value in config.flat().items() if name not in ("resume", "run_dir")}
     write_text(folder / CONFIG, yaml.safe_dump(saved, sort_keys=False))
     write_text(folder / JOB, json.dumps({"job": job_id()}))

@@ -132,6 +132,8 @@ class Trainer:
         if self.place.main:
             self.checkpoints.drop_after(self.at.step)  # of a future that will be another one
         settings = self.config.optimisation
+        if self.at.epoch >= settings.epochs or self._out_of_steps():
+            self.progress.note(self._at_its_end())
         while self.at.epoch < settings.epochs and not self._out_of_steps() and not self._good_enough():
             self._train_epoch()
             self._end_epoch(self._score())
@@ -220,6 +222,16 @@ class Trainer:
         if settings.max_steps is None:
             return settings.epochs
         return min(settings.epochs, settings.max_steps / max(1, self._steps(0)))
+
+    def _at_its_end(self) -> str:
+        """Why there is nothing to do in a run that goes on, and what would give it something."""
+        settings = self.config.optimisation
+        if self._out_of_steps():
+            return (
+                f"nothing to train: this run is at step {self.at.step} of max_steps {settings.max_steps}; "
+                "--max-steps null sets no limit"
+            )
+        return f"nothing to train: all {settings.epochs} epochs of this run are done; --epochs goes further"
 
     def _out_of_steps(self) -> bool:
         limit = self.config.optimisation.max_steps

@@ -17,6 +17,7 @@ from .. import data, models
 from ..metrics import CsvTracker, JsonLinesTracker, TensorBoardTracker, Tracker, Trackers, amount
 from ..models import count_parameters
 from ..types import SyncError
+from ..version import __version__
 from .config import TrainConfig
 from .folder import SUMMARY, choose_folder, place_folder, start_from, write_text
 from .loop import Trainer
@@ -110,14 +111,16 @@ def _quietly(close: Callable[[], object]) -> None:
 
 
 def agree(config: TrainConfig, place: Place) -> None:
-    """Raises ValueError on all workers if one was started with another configuration than rank 0."""
+    """Raises ValueError on all workers if one has another configuration, or release, than rank 0."""
     mine = {name: value for name, value in config.flat().items() if name not in _OWN}
+    mine |= {"compressed-ddp": __version__, "torch": torch.__version__.split("+")[0]}
     first = json.loads(place.say(json.dumps(mine)))
 
     def compare() -> None:
         for name, value in mine.items():
-            if value != first[name]:
-                raise ValueError(f"{name} is {value!r} on rank {place.rank} and {first[name]!r} on rank 0")
+            other = first.get(name)
+            if value != other:
+                raise ValueError(f"{name} is {value!r} on rank {place.rank} and {other!r} on rank 0")
 
     place.together("comparing the configuration", compare)
 
