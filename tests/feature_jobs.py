@@ -584,6 +584,37 @@ def channels_last_owners(rank: int, world: int) -> tuple[float, str]:
     return (applied + alone - true).abs().max().item() / true.abs().max().item(), said
 
 
+def other_default(
+    rank: int, world: int, default: torch.dtype, own: torch.dtype, config: dict[str, Any]
+) -> tuple[Tensor, float]:
+    """Ten steps of a model of dtype ``own`` where torch makes tensors of dtype ``default``; and the law."""
+    net = small_model().to(own)
+    torch.set_default_dtype(default)
+    try:
+        model, twin = DDP(net, bucket_cap_mb=0.01), copy.deepcopy(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        true = applied = torch.zeros_like(flat(net), dtype=torch.float64)
+        with attach(model, CompressionConfig(**config, guard_every=1)) as sync:
+            for step in range(10):
+                generator = torch.Generator().manual_seed(100 * step + rank)
+                x = torch.randn(8, 20, generator=generator, dtype=own)
+                twin.load_state_dict(net.state_dict())
+                twin.zero_grad()
+                twin(x).square().mean().backward()
+                true = true + flat_grad(twin)
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                applied = applied + flat_grad(net)
+                optimizer.step()
+            owed = sync.state_dict()["residuals"]
+        debts = [owed[name].reshape(-1) for name, _ in net.named_parameters() if name in owed]
+        rest = applied + mean_of(torch.cat(debts), world) if debts else applied
+        mean = mean_of(true, world)
+        return flat(net), ((rest - mean).abs().max() / mean.abs().max()).item()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def manual_disagreement(rank: int, world: int, what: str) -> str:
     options = {"ratio": 0.02 if rank else 0.01} if what == "ratio" else {"values": "bf16" if rank else "fp16"}
     backend = DistributedBackend(get_compressor(**options), ErrorFeedbackBuffer())

@@ -89,7 +89,7 @@ class Partition:
                     f"which has {self.local_numel(s)} elements, {end[s]} of them in quotas before it"
                 )
             end[s] = stop
-        return torch.tensor(rows, dtype=torch.int64).view(len(rows), 4)
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), 4)
 
     @cached_property
     def rooms(self) -> list[int]:

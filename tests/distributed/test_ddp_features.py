@@ -261,6 +261,26 @@ def test_channels_last_owners_owe_in_the_parameters_order(pool: Pool) -> None:
         assert "saved with another memory format" in said
 
 
+@pytest.mark.parametrize(
+    ("default", "own"),
+    [
+        (torch.float64, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "none"])
+def test_another_default_dtype(pool: Pool, default: torch.dtype, own: torch.dtype, feedback: bool) -> None:
+    """Buffers that kernels write to are theirs, whatever torch makes tensors of."""
+    config = {"ratio": 0.05, "error_feedback": feedback, "collective": "allgather"}
+    results = pool.run(2, jobs.other_default, default, own, config)
+    for parameters, law in results:
+        assert torch.equal(parameters, results[0][0]) and torch.isfinite(parameters).all()
+        assert law < 1e-5 or not feedback
+
+
 def test_thread_ends_when_the_user_destroys_the_groups(pool: Pool) -> None:
     for running, left in pool.run(2, jobs.destroyed):
         assert len(running) == 1 and left == []

@@ -106,6 +106,26 @@ def test_the_core_needs_torch_alone(room: str) -> None:
     assert third_party - sys.stdlib_module_names <= {"torch"} | OTHERS.get(room, set())
 
 
+CORE = ("types", "layout", "kernels", "compression", "wire", "error_feedback", "communication", "optim")
+FLOATING = {"empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros"}
+WHOLE = {"arange", "randint", "randperm"}
+
+
+@pytest.mark.parametrize("room", CORE)
+def test_the_core_leaves_nothing_to_torchs_defaults(room: str) -> None:
+    """The default dtype and device are the user's: a tensor of ours says what it is and where it lies."""
+    for path in [*PACKAGE.glob(f"{room}.py"), *(PACKAGE / room).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func if isinstance(node, ast.Call) else None
+            if not isinstance(called, ast.Attribute) or ast.unparse(called.value) != "torch":
+                continue
+            if called.attr not in FLOATING | WHOLE:
+                continue
+            wanted = {"dtype", "device"} if called.attr in FLOATING else {"device"}
+            missing = wanted - {keyword.arg for keyword in node.keywords}
+            assert not missing, f"{path.name}:{node.lineno}: torch.{called.attr} without {missing}"
+
+
 def test_importing_does_no_work() -> None:
     """No thread, no logging configuration, no environment variable read by us."""
     program = (

@@ -131,7 +131,7 @@ class Sharded:
         self._owned = Packer(compressor, part.shard(me), sent.small_local[me], scaled=False)
         self._results = Packer(compressor, part, small, scaled=False)
         self.traffic = (transport.world_size - 1) * (sent.row_bytes + self._results.row_bytes)
-        self.owner = Slot(torch.zeros(part.local_numel(me), device=device))
+        self.owner = Slot(torch.zeros(part.local_numel(me), dtype=torch.float32, device=device))
         self.slots = [self.owner] if config.error_feedback else []
         # Where this shard's part of each parameter lies: if nobody sends any of it, the owner too
         # must keep back what it owes there.

@@ -252,7 +252,9 @@ class GradientSync:
         fits = isinstance(residual, Tensor) and parameter is not None and residual.shape == parameter.shape
         if not fits or not _has_bits(residual) or parameter is None or parameter.is_contiguous():
             return residual
-        laid = torch.empty_strided(parameter.shape, parameter.stride(), dtype=residual.dtype)
+        laid = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=residual.dtype, device=residual.device
+        )
         return laid.copy_(residual).as_strided((residual.numel(),), (1,)).view(residual.shape)
 
     def _layout(self, bucket: GradBucket) -> BucketLayout:

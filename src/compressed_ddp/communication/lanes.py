@@ -123,7 +123,7 @@ class Lanes:
             if old == layout and before.name == lane.name:
                 lane.collective.load_state_dict(before.collective.state_dict())
             else:
-                owed = torch.zeros(old.numel, device=device)
+                owed = torch.zeros(old.numel, dtype=torch.float32, device=device)
                 before.collective.fold_(owed)
                 self._undo.append(self._take_back_(old, owed))
         for saved in plan:
@@ -150,7 +150,8 @@ class Lanes:
     def _fold(self, saved: SavedBucket, device: torch.device) -> None:
         """A loaded bucket that no longer exists."""
         if "owner" in saved.state:
-            net, owed = self._transport, torch.zeros(saved.layout.numel, device=device)
+            net = self._transport
+            owed = torch.zeros(saved.layout.numel, dtype=torch.float32, device=device)
             fold_owner_(owed, saved.state["owner"].to(device), net.rank, net.world_size)
             self._undo.append(self._take_back_(saved.layout, owed))
 

@@ -27,7 +27,7 @@ def as_floats(mine: int) -> torch.Tensor:
     """A 64-bit hash as whole numbers whose float32 sum is exact for up to 8192 ranks: if all have the same,
     it is so many times that of each, and if one has another it is not that of anyone."""
     pieces = [mine >> (_PIECE_BITS * at) & ((1 << _PIECE_BITS) - 1) for at in range(CHECK_FLOATS)]
-    return torch.tensor(pieces, dtype=torch.float32)
+    return torch.tensor(pieces, dtype=torch.float32, device="cpu")
 
 
 def check_same(net: Transport, mine: int, what: str, phase: str, device: torch.device) -> int:

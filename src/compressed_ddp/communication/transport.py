@@ -76,7 +76,7 @@ class TorchTransport:
         self._exchange("all-reduce", lambda group: dist.all_reduce(tensor, group=group))
 
     def _everyones(self, row: bytes) -> list[bytes]:
-        out = torch.empty((self.world_size, len(row)), dtype=torch.uint8)
+        out = torch.empty((self.world_size, len(row)), dtype=torch.uint8, device="cpu")
         self.all_gather(out, torch.frombuffer(bytearray(row), dtype=torch.uint8))
         return [bytes(found.tolist()) for found in out]
 

@@ -63,7 +63,7 @@ def worthwhile(rows: int, columns: int, rank: int) -> bool:
 def first_factor(columns: int, rank: int, stamp: Stamp, device: torch.device) -> Tensor:
     """The right factor to begin with, the same on all workers."""
     generator = torch.Generator().manual_seed(stamp.shared_seed())
-    return torch.randn(columns, rank, generator=generator).to(device)
+    return torch.randn(columns, rank, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class ThresholdCompressor(BaseCompressor):
             sample = magnitude
         else:
             generator = torch.Generator().manual_seed(stamp.private_seed())
-            at = torch.randint(n, (SAMPLE,), generator=generator)
+            at = torch.randint(n, (SAMPLE,), generator=generator, device="cpu")
             sample = magnitude[at.to(magnitude.device)]
         wanted = max(1, round(k / n * sample.numel())) if n else 0
         if wanted == 0:

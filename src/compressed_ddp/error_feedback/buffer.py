@@ -63,7 +63,7 @@ class ErrorFeedbackBuffer:
             slot = homes[0][1]
             if slot.old.device == device:
                 return slot
-        slot = Slot(torch.zeros(layout.numel, device=device))
+        slot = Slot(torch.zeros(layout.numel, dtype=torch.float32, device=device))
         for name, view in layout.views(slot.old).items():
             if name in self._home:
                 view.copy_(self._checked(name, self.residual(name), view.shape))

@@ -330,7 +330,7 @@ def _folded(state: Mapping[str, Any]) -> dict[str, Tensor]:
                 for n, s in zip(bucket.layout.names, bucket.layout.shapes, strict=True)
             ):
                 raise ValueError("damaged state: a bucket's shapes are not those of what is owed")
-            flat = torch.zeros(bucket.layout.numel)
+            flat = torch.zeros(bucket.layout.numel, dtype=torch.float32, device="cpu")
             fold_owner_(flat, bucket.state["owner"].cpu(), state["rank"], state["world_size"])
             for at, (name, view) in enumerate(bucket.layout.views(flat).items()):
                 if "strides" in saved:  # residuals are in the parameter's own order, this in memory's

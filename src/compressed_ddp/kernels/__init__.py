@@ -162,7 +162,9 @@ def same_bits() -> bool | None:
     if native is None:
         return None
     generator = torch.Generator().manual_seed(0)
-    residual, gradient = torch.randn(2, 50_000, generator=generator).unbind()
+    residual, gradient = torch.randn(
+        2, 50_000, generator=generator, dtype=torch.float32, device="cpu"
+    ).unbind()
     part = Partition(50_000, 3, tuple((Quota(100, 16_600, 165),) for _ in range(3)))
     return all(
         _step(native, residual, gradient, part, exact) == _step(reference, residual, gradient, part, exact)

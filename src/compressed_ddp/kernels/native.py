@@ -49,8 +49,8 @@ def take_topk(
     n, table = part.numel, part.table
     for tensor in (gradient, out) if residual is None else (residual, gradient, out):
         _check(tensor, torch.float32, n)
-    values, indices = torch.empty(part.total), torch.empty(part.total, dtype=torch.int64)
-    taken = torch.empty(table.shape[0], dtype=torch.int64)
+    values, indices = _room(part.total, torch.float32), _room(part.total, torch.int64)
+    taken = _room(table.shape[0], torch.int64)
     status = _native.take_topk(
         0 if residual is None else residual.data_ptr(),
         gradient.data_ptr(),
@@ -112,7 +112,7 @@ def accumulate_(
         _check(values, torch.float32, indices.numel())
         _check(indices, torch.int64, values.numel())
         rows.append((values.data_ptr(), indices.data_ptr(), values.numel(), shard))
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     about = out.data_ptr(), part.numel, part.shards, table.data_ptr(), len(rows)
     _check_status(_native.accumulate(*about, scale, torch.get_num_threads()))
 
@@ -139,7 +139,7 @@ def sum_coded_(
         _check(value_part, torch.uint8, size)
         where = index_part.data_ptr(), value_part.data_ptr()
         rows.append((*where, count, shard, numel, capacity, low, bitmap))
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     about = out.data_ptr(), part.numel, part.shards, table.data_ptr(), len(rows), values, scale
     status, which, found = _native.sum_messages(*about, torch.get_num_threads())
     if status not in (0, _NO_MEMORY):
@@ -162,7 +162,7 @@ def put_difference_(out: Tensor, part: Partition, shard: int, indices: Tensor, a
 def ef_encode(indices: Tensor, numel: int, capacity: int, out: Tensor | None = None) -> Tensor:
     """Strictly increasing indices below ``numel``, at most ``capacity``, as Elias-Fano bytes."""
     _check(indices, torch.int64, indices.numel())
-    out = torch.empty(ef_nbytes(numel, capacity), dtype=torch.uint8) if out is None else out
+    out = _room(ef_nbytes(numel, capacity), torch.uint8) if out is None else out
     low, bitmap = _check_sizes(out, numel, capacity)
     status = _native.ef_encode(
         indices.data_ptr(), indices.numel(), numel, capacity, low, bitmap, out.data_ptr()
@@ -180,8 +180,8 @@ def ef_decode(data: Tensor, numel: int, capacity: int, count: int) -> Tensor:
     low, bitmap = _check_sizes(data, numel, capacity)
     check_room(count, capacity)
     if capacity == 0:
-        return torch.empty(0, dtype=torch.int64)
-    indices = torch.empty(count, dtype=torch.int64)
+        return _room(0, torch.int64)
+    indices = _room(count, torch.int64)
     status, found = _native.ef_decode(
         data.data_ptr(), capacity, low, bitmap, numel, count, indices.data_ptr()
     )
@@ -217,7 +217,7 @@ def log_encode(values: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
     """Finite float32 values to bytes (``log_nbytes`` of them)."""
     count = values.numel()
     _check(values, torch.float32, count)
-    out = torch.empty(log_nbytes(bits, count), dtype=torch.uint8) if out is None else out
+    out = _room(log_nbytes(bits, count), torch.uint8) if out is None else out
     _check(out, torch.uint8, log_nbytes(bits, count))
     _native.log_encode(values.data_ptr(), count, bits, out.data_ptr())
     return out
@@ -228,7 +228,7 @@ def log_decode(data: Tensor, bits: int, count: int) -> Tensor:
     if data.numel() != log_nbytes(bits, count):
         raise WireError(f"value part has {data.numel()} bytes, not {log_nbytes(bits, count)}")
     _check(data, torch.uint8, data.numel())
-    values = torch.empty(count)
+    values = _room(count, torch.float32)
     status = _native.log_decode(data.data_ptr(), count, bits, values.data_ptr())
     if status:
         raise _wire_error(status, 0, count, 0)
@@ -250,6 +250,11 @@ def _words(data: Tensor) -> int:
     if data.numel() % 4:
         raise ValueError(f"a message is made of 32-bit words; {data.numel()} bytes are not")
     return data.numel() // 4
+
+
+def _room(numel: int, dtype: torch.dtype) -> Tensor:
+    """Where the extension writes: on the CPU and of ``dtype``, whatever torch's defaults are set to."""
+    return torch.empty(numel, dtype=dtype, device="cpu")
 
 
 def _check(tensor: Tensor, dtype: torch.dtype, numel: int) -> None:

@@ -203,7 +203,7 @@ def _strides(parameter: Tensor, memory_order: bool) -> tuple[int, ...]:
     """How a gradient of ``parameter`` lies in its part of a bucket, as DDP does it."""
     ours = parameter.stride()
     dense = memory_order and torch.empty_like(parameter, device="meta").stride() == ours
-    return ours if dense else torch.empty(parameter.shape, device="meta").stride()
+    return ours if dense else torch.empty(parameter.shape, dtype=torch.float32, device="meta").stride()
 
 
 def _plain(option: Any) -> Any:

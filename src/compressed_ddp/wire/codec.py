@@ -139,7 +139,7 @@ class MessageCodec:
                 raise WireError(f"message from rank {stamp.sender} is damaged: its checksum does not match")
             cuts = self._cuts(numel, k, header.count, dense)
             finite = not header.flags & NOT_FINITE
-            small = torch.empty(0, device=message.device)
+            small = torch.empty(0, dtype=torch.float32, device=message.device)
             if dense and finite:
                 small = self.values.decode(message[cuts[3] : cuts[4]], dense)
         indices, values = message[cuts[0] : cuts[1]], message[cuts[1] : cuts[2]]
@@ -150,7 +150,7 @@ class MessageCodec:
         _, indices, values, numel, k, count, _, stamp = opened
         shape = torch.Size([numel])
         if not opened.finite:
-            nothing = torch.empty(0, device=values.device)
+            nothing = torch.empty(0, dtype=torch.float32, device=values.device)
             return Payload(nothing, nothing.to(torch.int64), shape)
         with _sent_by(stamp):
             at = self.indices.decode(indices, numel, k, count, stamp)

@@ -78,7 +78,7 @@ class Seeded(_Implied):
 def seeded_indices(numel: int, k: int, stamp: Stamp, device: torch.device) -> Tensor:
     """k distinct indices below ``numel``, increasing, the same for every sender and device."""
     generator = torch.Generator().manual_seed(stamp.shared_seed())
-    return torch.randperm(numel, generator=generator)[:k].sort().values.to(device)
+    return torch.randperm(numel, generator=generator, device="cpu")[:k].sort().values.to(device)
 
 
 ELIAS_FANO = EliasFano()

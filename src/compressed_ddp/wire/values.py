@@ -117,7 +117,8 @@ class Stochastic:
             scale = (scale * torch.linalg.vector_norm(shares, dim=1)).clamp(max=_MAX)
         norm = _per_entry(scale, values.numel())
         share = torch.where(norm > 0, values.abs() / norm, 0.0)
-        draw = torch.rand(values.numel(), generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        draw = torch.rand(values.numel(), generator=generator, dtype=torch.float32, device="cpu")
         levels = (share * self.levels + draw.to(values.device)).floor().clamp(0, self.levels)
         codes = levels.to(torch.int64) | ((values < 0).to(torch.int64) << (self.bits - 1))
         torch.cat([scale.view(torch.uint8), pack_uints(codes, self.bits)], out=out)
@@ -126,9 +127,8 @@ class Stochastic:
         scales, packed = _split_scales(data, self.nbytes(count), count, 1)
         codes = unpack_uints(packed, self.bits, count)
         # By a tensor: some devices divide by a number through its reciprocal, a bit off.
-        levels = (codes & self.levels).to(torch.float32) / torch.tensor(
-            float(self.levels), device=data.device
-        )
+        top = torch.tensor(float(self.levels), dtype=torch.float32, device=data.device)
+        levels = (codes & self.levels).to(torch.float32) / top
         signed = torch.where(codes > self.levels, -levels, levels)
         return signed * _per_entry(scales, count)
 
