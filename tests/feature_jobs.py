@@ -584,6 +584,60 @@ def channels_last_owners(rank: int, world: int) -> tuple[float, str]:
     return (applied + alone - true).abs().max().item() / true.abs().max().item(), said
 
 
+class Sliced(nn.Module):
+    """A weight that is part of a larger tensor: its memory has gaps, and DDP lays its gradient by indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(40, 60)[:, :45])
+        self.head = nn.Linear(40, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(x @ self.weight.t()))
+
+
+def sliced(rank: int, world: int, way: str) -> tuple[bool, bool, float]:
+    """Six steps in one go, and with a new model and a saved state after three; and the law for that state."""
+    applied, true = torch.zeros(2, 40, 45)
+
+    def go_on(begin: int, end: int, saved: tuple[Any, Any] | None = None) -> tuple[Any, Any, Any]:
+        net = Sliced()
+        model = DDP(net)
+        with attach(model, CompressionConfig(ratio=0.05, collective=way)) as sync:
+            if saved is not None:
+                net.load_state_dict(saved[0])
+                sync.load_state_dict(saved[1])
+            for step in range(begin, end):
+                x = torch.randn(8, 45, generator=torch.Generator().manual_seed(10 * step + rank))
+                twin = copy.deepcopy(net)
+                twin(x).square().mean().backward()
+                model(x).square().mean().backward()
+                if saved is None and step < 3:
+                    applied.add_(net.weight.grad)
+                    true.add_(twin.weight.grad)
+                with torch.no_grad():
+                    for parameter in net.parameters():
+                        parameter -= 0.1 * parameter.grad
+                model.zero_grad()
+            assert not net.weight.is_contiguous()
+            return copy.deepcopy(net.state_dict()), sync.state_dict(), sync.step
+
+    whole = go_on(0, 6)
+    applied.zero_(), true.zero_()
+    half = go_on(0, 3)
+    states: list[Any] = [None] * world
+    dist.all_gather_object(states, half[1])
+    owed = reshard_states(states, 1)[0]["residuals"]["weight"]
+    law = (applied + owed - mean_of(true, world)).abs().max().item() / mean_of(true, world).abs().max().item()
+    resumed = go_on(3, 6, half[:2])
+    weights = all(torch.equal(whole[0][name], resumed[0][name]) for name in whole[0])
+    debts = all(
+        torch.equal(debt, resumed[1]["residuals"][name]) for name, debt in whole[1]["residuals"].items()
+    )
+    return weights, debts, law
+
+
 def other_default(
     rank: int, world: int, default: torch.dtype, own: torch.dtype, config: dict[str, Any]
 ) -> tuple[Tensor, float]:

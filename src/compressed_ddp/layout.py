@@ -253,6 +253,22 @@ def small_positions(layout: BucketLayout, min_numel: int, device: torch.device) 
     return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
 
 
+def bucket_strides(parameter: Tensor) -> tuple[int, ...]:
+    """How DDP lays a gradient of ``parameter`` in its part of a bucket.
+
+    As the parameter itself lies in memory; in the order of its indices if that has gaps or overlaps, as a
+    slice of a larger tensor has.
+    """
+    dense = fills_memory(parameter.shape, parameter.stride())
+    return parameter.stride() if dense else index_strides(parameter.shape)
+
+
+def index_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor whose elements lie in the order of their indices."""
+    steps = accumulate(reversed(shape), lambda step, size: step * max(size, 1), initial=1)
+    return tuple(steps)[: len(shape)][::-1]
+
+
 def fills_memory(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether a tensor's elements fill a stretch of memory without gaps, in whatever order."""
     dims = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1)

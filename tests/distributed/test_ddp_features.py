@@ -261,6 +261,13 @@ def test_channels_last_owners_owe_in_the_parameters_order(pool: Pool) -> None:
         assert "saved with another memory format" in said
 
 
+@WAYS
+def test_resume_is_exact_for_a_slice_of_a_larger_tensor(pool: Pool, way: str) -> None:
+    for weights, debts, law in pool.run(2, jobs.sliced, way):
+        assert weights and debts
+        assert law < 1e-5
+
+
 @pytest.mark.parametrize(
     ("default", "own"),
     [

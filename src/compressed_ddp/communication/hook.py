@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compression.base import BaseCompressor, check_gradient
 from ..compression.factory import from_config
 from ..error_feedback.state import damage_told
-from ..layout import BucketLayout
+from ..layout import BucketLayout, bucket_strides
 from ..metrics import Ledger
 from ..optim import SplitOptimizer, checked_split
 from ..types import CompressionConfig, SyncError
@@ -145,7 +145,7 @@ class GradientSync:
         """
         state = self._reducer.state_dict()
         for bucket in state["buckets"]:  # owners' debts stay in the order of memory, which is told
-            bucket["strides"] = [list(self._parameters[name].stride()) for name in bucket["names"]]
+            bucket["strides"] = [list(bucket_strides(self._parameters[name])) for name in bucket["names"]]
         return state | {field: _each(self._logical, state[field]) for field in _BY_NAME}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -227,11 +227,9 @@ class GradientSync:
             self._transport.close(failed=True, blamed=blamed(error))
 
     def _logical(self, name: str, residual: Tensor) -> Tensor:
-        """DDP lays a gradient in its parameter's memory order; a state has the parameter's own."""
+        """DDP lays a gradient in its parameter's memory order; a state has that of its indices."""
         parameter = self._parameters[name]
-        if parameter.is_contiguous():
-            return residual
-        return residual.reshape(-1).as_strided(parameter.shape, parameter.stride()).contiguous()
+        return residual.reshape(-1).as_strided(parameter.shape, bucket_strides(parameter)).contiguous()
 
     def _check_order(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError if what owners owe lies in another memory format than this model has."""
@@ -240,10 +238,11 @@ class GradientSync:
                 continue
             for name, strides in zip(bucket.get("names", ()), bucket.get("strides", ()), strict=False):
                 parameter = self._parameters.get(name)
-                if parameter is not None and list(parameter.stride()) != list(strides):
+                now = list(strides) if parameter is None else list(bucket_strides(parameter))
+                if now != list(strides):
                     raise ValueError(
                         f"state was saved with another memory format: {name!r} had strides {strides}, now "
-                        f"{list(parameter.stride())}. Go on with the one it was saved with (channels_last?)"
+                        f"{now}. Go on with the one it was saved with (channels_last?)"
                     )
 
     def _in_memory_order(self, name: str, residual: Tensor) -> Tensor:
@@ -252,10 +251,9 @@ class GradientSync:
         fits = isinstance(residual, Tensor) and parameter is not None and residual.shape == parameter.shape
         if not fits or not _has_bits(residual) or parameter is None or parameter.is_contiguous():
             return residual
-        laid = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=residual.dtype, device=residual.device
-        )
-        return laid.copy_(residual).as_strided((residual.numel(),), (1,)).view(residual.shape)
+        laid = torch.empty_like(residual, memory_format=torch.contiguous_format)
+        laid.view(-1).as_strided(residual.shape, bucket_strides(parameter)).copy_(residual)
+        return laid
 
     def _layout(self, bucket: GradBucket) -> BucketLayout:
         parameters = bucket.parameters()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.reference import all_finite
-from ..layout import BucketLayout
+from ..layout import BucketLayout, bucket_strides, index_strides
 from ..types import Slot
 
 _DOWN = 2.0**-80
@@ -87,7 +87,10 @@ class SplitOptimizer(torch.optim.Optimizer):
         self._group_of = {name: groups[id(p)] for name, p in trained.items()}
         self._numel = sum(p.numel() for p in trained.values())
         self.world_size = world_size
-        self._laid = {name: (p, _strides(p, memory_order)) for name, p in trained.items()}
+        self._laid = {
+            name: (p, bucket_strides(p) if memory_order else index_strides(p.shape))
+            for name, p in trained.items()
+        }
 
     def describe(self) -> dict[str, Any]:
         """What must be equal on all workers."""
@@ -197,13 +200,6 @@ def _shrinking(gradient: Tensor, limit: float) -> Tensor:
     # that counts. A power of two changes nothing else.
     scaled = (gradient * _DOWN).norm()
     return torch.where(norm.isfinite(), limit / norm, limit * _DOWN / scaled).clamp(max=1.0)
-
-
-def _strides(parameter: Tensor, memory_order: bool) -> tuple[int, ...]:
-    """How a gradient of ``parameter`` lies in its part of a bucket, as DDP does it."""
-    ours = parameter.stride()
-    dense = memory_order and torch.empty_like(parameter, device="meta").stride() == ours
-    return ours if dense else torch.empty(parameter.shape, dtype=torch.float32, device="meta").stride()
 
 
 def _plain(option: Any) -> Any:
