@@ -268,7 +268,21 @@ def _check_gradients_(parameters: Mapping[str, Tensor]) -> None:
 
 
 def _trained(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Parameters that require a gradient, by name; one with several names under the first, as torch does."""
     try:
-        return {name: p for name, p in named_parameters if p.requires_grad}
+        pairs = [(name, p) for name, p in named_parameters if p.requires_grad]
     except (AttributeError, TypeError, ValueError) as error:
         raise TypeError("(name, parameter) pairs are needed: pass model.named_parameters()") from error
+    found: dict[str, Tensor] = {}
+    known: set[int] = set()
+    for name, parameter in pairs:
+        if id(parameter) in known:
+            continue
+        if name in found:
+            raise ValueError(
+                f"two parameters are named {name!r}, and one of them would never be synchronised: give each "
+                "model's names a prefix, as in named_parameters(prefix='encoder')"
+            )
+        found[name] = parameter
+        known.add(id(parameter))
+    return found

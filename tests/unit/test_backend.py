@@ -1,0 +1,63 @@
+"""Loops of one's own, over threads: which parameters are synchronised, and what is said if some are not."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compressed_ddp import CompressionConfig, DistributedBackend, ErrorFeedbackBuffer
+from compressed_ddp.communication import run_in_process
+from compressed_ddp.types import Transport
+
+
+def make_backend(net: Transport, **options: Any) -> DistributedBackend:
+    config = CompressionConfig(**({"ratio": 0.1, "min_compress_numel": 16} | options))
+    return DistributedBackend(None, ErrorFeedbackBuffer(), config=config, transport=net)
+
+
+def give(models: list[nn.Linear], rank: int) -> None:
+    """Gradients of this rank's own."""
+    for at, model in enumerate(models):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, float(10 * at + rank))
+
+
+def test_two_parameters_of_one_name_are_refused() -> None:
+    """The one would hide the other, whose replicas then drift apart. With prefixes both are averaged."""
+
+    def work(net: Transport) -> None:
+        encoder, decoder = models = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        give(models, net.rank)
+        backend = make_backend(net, ratio=1.0, values="fp32", guard_every=0)
+        with pytest.raises(ValueError, match=r"two parameters are named 'weight'.*names a prefix"):
+            backend.allreduce_gradients(chain(encoder.named_parameters(), decoder.named_parameters()))
+        backend.allreduce_gradients(
+            chain(encoder.named_parameters(prefix="encoder"), decoder.named_parameters(prefix="decoder"))
+        )
+        for at, model in enumerate(models):
+            assert all(bool((p.grad == 10 * at + 0.5).all()) for p in model.parameters())
+        with pytest.raises(ValueError, match="two parameters are named 'bias'"):
+            backend.load_state_dict(
+                backend.state_dict(), [("bias", models[0].bias), ("bias", models[1].bias)]
+            )
+
+    run_in_process(2, work)
+
+
+def test_one_parameter_of_two_names_is_synchronised_once() -> None:
+    """Twice, the second mean would overwrite the first, and what that had sent would be lost."""
+
+    def work(net: Transport) -> None:
+        one = nn.Linear(8, 8)
+        give([one], net.rank)
+        backend = make_backend(net, ratio=1.0, values="fp32", guard_every=0)
+        pairs = [("a.weight", one.weight), ("b.weight", one.weight), ("a.weight", one.weight)]
+        backend.allreduce_gradients(pairs)
+        assert list(backend.state_dict()["residuals"]) == ["a.weight"]
+        assert bool((one.weight.grad == 0.5).all())
+
+    run_in_process(2, work)
