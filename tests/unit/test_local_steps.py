@@ -460,3 +460,41 @@ def test_weights_that_were_damaged_on_their_way(world: int) -> None:
             make_local(net, make_model())
 
     run_in_process(world, work)
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["unfrozen", "replaced"])
+def test_what_no_meeting_would_synchronise_is_named(replaced: bool) -> None:
+    """A layer that was frozen, or not there, at the start would drift apart without a word."""
+
+    def work(net: Transport) -> None:
+        model = make_model()
+        model[0].requires_grad_(False)
+        local = make_local(net, model)
+        for step in range(3):
+            walk(model, net.rank, step)
+            local.step()
+        if replaced:
+            model[3] = nn.Linear(40, 9)
+        else:
+            model[0].requires_grad_(True)
+        assert not local.step() and not local.step()
+        name = "3.weight" if replaced else "0.weight"
+        with pytest.raises(ValueError, match=f"'{name}' is trained now and was frozen, or another, when"):
+            local.step()
+
+    run_in_process(2, work)
+
+
+def test_unfrozen_on_one_rank_alone_the_others_do_not_wait() -> None:
+    def work(net: Transport) -> str:
+        model = make_model()
+        model[0].requires_grad_(False)
+        local = make_local(net, model, steps=1)
+        model[0].requires_grad_(net.rank == 1)
+        with pytest.raises((ValueError, SyncError)) as caught:
+            local.step()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    other, mine = run_in_process(2, work)
+    assert mine.startswith("ValueError: '0.weight' is trained now")
+    assert other.startswith("SyncError: ") and "a peer of this in-process network is gone" in other

@@ -148,6 +148,8 @@ class LocalSync:
     def step(self) -> bool:
         """Count an optimizer step of this worker; True if the workers met. All ranks alike.
 
+        A parameter that is unfrozen on the way needs a new LocalSync, and a meeting raises ValueError.
+
         In a meeting where some worker's weights are NaN or infinite, nobody's residual and no momentum
         changes, and everyone goes back to the anchor: the period is lost, and ``stats`` has it as a skipped
         step. What is NaN in that worker's optimizer remains so, and is the user's to reset.
@@ -187,6 +189,7 @@ class LocalSync:
 
     def _meet(self) -> dict[str, Tensor]:
         """The mean of all workers' pseudo-gradients. Changes residuals, if all are finite, and no weights."""
+        self._check_trained()
         means: dict[str, Tensor] = {}
         self._reducer.begin_step(self._anchor)
         for layout in self._layouts:
@@ -195,6 +198,16 @@ class LocalSync:
             self._reducer.reduce_(layout, flat, last=layout is self._layouts[-1])
             means |= layout.views(flat)
         return means
+
+    def _check_trained(self) -> None:
+        """Raises ValueError if this worker trains what no meeting would ever synchronise."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and self._parameters.get(name) is not parameter:
+                raise ValueError(
+                    f"{name!r} is trained now and was frozen, or another, when this LocalSync was made: it "
+                    "would never be synchronised. Call synchronize(), unfreeze or replace it on all ranks, "
+                    "and make a new LocalSync"
+                )
 
     def _outer_(self, means: Mapping[str, Tensor]) -> None:
         """SGD on the anchor, as torch.optim.SGD does it."""
