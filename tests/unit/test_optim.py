@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from compressed_ddp import (
     CompressionConfig,
     DistributedBackend,
+    ErrorFeedbackBuffer,
     SplitAdam,
     SplitOptimizer,
     SplitSGD,
@@ -364,3 +365,54 @@ def test_a_closure_is_called() -> None:
 
     assert optimizer.step(closure) == 3.0
     torch.testing.assert_close(named["bias"].detach(), before - 1.0)
+
+
+@pytest.mark.parametrize("kind", [SplitAdam, SplitSGD])
+@pytest.mark.parametrize("world", [1, 2])
+def test_unfrozen_in_a_loop_of_ones_own(world: int, kind: type[SplitOptimizer]) -> None:
+    """A newcomer begins as if the run began with it, ``max_norm`` counts it from then on (and no longer when
+    it is frozen again), and a run that is saved after it came goes on to the bit."""
+    last, rest = "late", LAYOUT.numel - SHAPES["late"].numel()
+    options = {"lr": 0.01, "max_norm": 0.5}
+
+    def start(net: Transport) -> tuple[dict[str, nn.Parameter], SplitOptimizer, DistributedBackend]:
+        named = parameters()
+        half = kind(named.values(), **options)
+        config = CompressionConfig(ratio=0.1, min_compress_numel=16, guard_every=0)
+        memory = ErrorFeedbackBuffer()
+        return named, half, DistributedBackend(None, memory, config=config, transport=net, optimizer=half)
+
+    def step(run: tuple[Any, ...], at: int, rank: int) -> None:
+        named, half, backend = run
+        for name, view in LAYOUT.views(gradient(at, rank)).items():
+            named[name].grad = view.clone() if named[name].requires_grad else None
+        backend.allreduce_gradients(named.items())
+        half.step()
+
+    def work(net: Transport) -> None:
+        run = named, half, backend = start(net)
+        named[last].requires_grad_(False)
+        for at in range(3):
+            step(run, at, net.rank)
+        assert half._numel == rest
+        named[last].requires_grad_(True)
+        step(run, 3, net.rank)
+        state = backend.state_dict()
+        assert half._numel == LAYOUT.numel and state["missed"] == {last: 3}
+        assert all(bool(kept[last].any()) for kept in state["kept"].values())
+
+        again = other, half_again, resumed = start(net)
+        for name, parameter in other.items():
+            parameter.data.copy_(named[name])
+        half_again.load_state_dict(half.state_dict())
+        resumed.load_state_dict(backend.state_dict(), other.items())
+        for at in range(4, 6):
+            step(run, at, net.rank)
+            step(again, at, net.rank)
+        assert all(torch.equal(named[name], other[name]) for name in SHAPES)
+        assert same(backend.state_dict(), resumed.state_dict())
+        named[last].requires_grad_(False)
+        step(run, 6, net.rank)
+        assert half._numel == rest
+
+    run_in_process(world, work)

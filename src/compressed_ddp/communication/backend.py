@@ -80,6 +80,8 @@ class DistributedBackend:
         self._forgotten: weakref.finalize[..., DistributedBackend] | None = None
         """Gives the group back when this object is forgotten, and at interpreter exit."""
         self._buckets: dict[tuple[tuple[str, torch.Size], ...], list[BucketLayout]] = {}
+        self._last: tuple[tuple[str, torch.Size], ...] | None = None
+        """What was trained in the last step."""
 
     @property
     def loss_scale(self) -> float:
@@ -130,7 +132,8 @@ class DistributedBackend:
     def allreduce_gradients(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Replace every parameter's ``grad`` by the mean over all workers.
 
-        All ranks call it with the same parameters. A parameter that requires a gradient and has
+        All ranks call it with the same parameters, which may be others than in the step before (gradual
+        unfreezing). A parameter that requires a gradient and has
         none counts as zero, so that ranks may differ in what they used. The first call compares
         models and configurations and raises SyncError if they differ.
         """
@@ -142,7 +145,7 @@ class DistributedBackend:
             self._reducer = self._start(parameters, _check_gradients_)
         try:
             _check_gradients_(parameters)
-            buckets = self._layouts(parameters)
+            buckets = self._layouts(parameters, self._reducer.transport.world_size)
             self._reducer.begin_step(parameters)
             self._reduce_(self._reducer, parameters, buckets)
         except Exception as error:
@@ -220,8 +223,12 @@ class DistributedBackend:
             self._forgotten = weakref.finalize(self, transport.close)
         return reducer
 
-    def _layouts(self, parameters: Mapping[str, Tensor]) -> list[BucketLayout]:
+    def _layouts(self, parameters: Mapping[str, Tensor], world_size: int) -> list[BucketLayout]:
+        """The buckets of this step. The optimizer learns of parameters that were unfrozen, or frozen."""
         key = tuple((name, p.shape) for name, p in parameters.items())
+        if key != self._last and self._halves is not None:
+            self._halves.join(parameters, world_size)
+        self._last = key
         if key not in self._buckets:
             self._buckets[key] = in_buckets(parameters, self._cap)
         return self._buckets[key]

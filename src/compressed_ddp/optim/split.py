@@ -62,7 +62,8 @@ class SplitOptimizer(torch.optim.Optimizer):
     def join(
         self, parameters: Mapping[str, Tensor], world_size: int = 1, *, memory_order: bool = False
     ) -> None:
-        """Learn the parameters' names and the number of workers; ``attach`` calls it.
+        """Learn the parameters' names and the number of workers; ``attach`` calls it, and
+        ``DistributedBackend`` whenever others are trained than before.
 
         ``memory_order``: in buckets a gradient lies as its parameter does in memory (DDP's do), which
         differs from the order of its indices with channels last.
