@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from compressed_ddp import CompressionConfig, DistributedBackend, ErrorFeedbackBuffer
+from compressed_ddp import CompressionConfig, DistributedBackend, ErrorFeedbackBuffer, LocalSync, SyncError
 from compressed_ddp.communication import run_in_process
 from compressed_ddp.types import Transport
 
@@ -59,5 +59,22 @@ def test_one_parameter_of_two_names_is_synchronised_once() -> None:
         backend.allreduce_gradients(pairs)
         assert list(backend.state_dict()["residuals"]) == ["a.weight"]
         assert bool((one.weight.grad == 0.5).all())
+
+    run_in_process(2, work)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_workers_compare_the_size_of_their_buckets(local: bool) -> None:
+    """Other buckets are messages of other sizes, and gloo ends the process where they meet."""
+
+    def work(net: Transport) -> None:
+        model, cap = nn.Linear(300, 300), 0.5 if net.rank else 25
+        give([model], net.rank)
+        with pytest.raises(SyncError, match=r"rank 1 differs from rank 0 in bucket_cap_mb: 0.5, not 25.0"):
+            if local:
+                LocalSync(model, steps=1, bucket_cap_mb=cap, transport=net)
+            else:
+                backend = DistributedBackend(config=CompressionConfig(), bucket_cap_mb=cap, transport=net)
+                backend.allreduce_gradients(model.named_parameters())
 
     run_in_process(2, work)

@@ -70,7 +70,7 @@ class DistributedBackend:
         self.compressor = compressor
         self.error_buffer = error_buffer
         self._config = config or CompressionConfig()
-        self._cap = int(bucket_cap_mb * 2**20)
+        self._cap_mb = float(bucket_cap_mb)
         self._group = group
         self._transport = transport
         self._halves = None if optimizer is None else checked_split(optimizer)
@@ -205,7 +205,8 @@ class DistributedBackend:
                 check(parameters)
             feedback = self._config.error_feedback if self._remembers else False
             config = resolve(replace(self._config, error_feedback=feedback), compressor)
-            told = fingerprint(config, parameters) | {"ratio": self.ratio}
+            told = fingerprint(config, parameters)
+            told |= {"ratio": self.ratio, "bucket_cap_mb": self._cap_mb}
             if self._halves is not None:
                 self._halves.join(parameters, transport.world_size)
                 told["optimizer"] = self._halves.describe()
@@ -230,7 +231,7 @@ class DistributedBackend:
             self._halves.join(parameters, world_size)
         self._last = key
         if key not in self._buckets:
-            self._buckets[key] = in_buckets(parameters, self._cap)
+            self._buckets[key] = in_buckets(parameters, int(self._cap_mb * 2**20))
         return self._buckets[key]
 
 

@@ -89,6 +89,7 @@ class LocalSync:
             resolved = resolve(self.config, compressor)
             told = fingerprint(resolved, dict(model.named_parameters()))
             told["local"] = {"steps": steps, "lr": lr, "momentum": momentum, "nesterov": nesterov}
+            told["bucket_cap_mb"] = float(bucket_cap_mb)
             return (compressor, resolved), told
 
         self._net = transport or _network(group, self.config.sync_timeout)
