@@ -16,6 +16,7 @@ from compressed_ddp import (
     CompressionConfig,
     DistributedBackend,
     ErrorFeedbackBuffer,
+    LocalSync,
     SyncError,
     attach,
     get_compressor,
@@ -206,6 +207,8 @@ def sockets_left(rank: int, world: int, what: str) -> int:
             attach(model, CompressionConfig(ratio=0.1, memory="ef21"), optimizer=local)
         except ValueError as error:
             assert "momentum masking" in str(error)
+    elif what == "local":
+        LocalSync(model, CompressionConfig(ratio=0.1), steps=1).step()
     else:
         ratio = 0.1 + (0.1 * rank if what == "differs" else 0.0)
         backend = DistributedBackend(get_compressor(ratio), ErrorFeedbackBuffer())

@@ -135,7 +135,7 @@ def test_a_bucket_that_is_unfit(pool: Pool) -> None:
         assert "rank 1 is out of step by an error of its own" in text and ranks == [1]
 
 
-@pytest.mark.parametrize("what", ["differs", "forgotten", "masking"])
+@pytest.mark.parametrize("what", ["differs", "forgotten", "local", "masking"])
 def test_no_socket_is_left(pool: Pool, what: str) -> None:
     """By a synchroniser that could not start, or that was forgotten without a close."""
     assert max(pool.run(2, jobs.sockets_left, what)) <= 0

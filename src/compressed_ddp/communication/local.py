@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -105,6 +106,10 @@ class LocalSync:
             self._net.close()
             raise
         self._velocity = {name: torch.zeros_like(anchor) for name, anchor in self._anchor.items()}
+        self._forgotten: weakref.finalize[..., LocalSync] | None = None
+        """Gives the group back when this object is forgotten, and at interpreter exit."""
+        if isinstance(self._net, TorchTransport) and self._net.backend == "gloo":
+            self._forgotten = weakref.finalize(self, self._net.close)
 
     @property
     def stats(self) -> Ledger:
@@ -265,6 +270,8 @@ class LocalSync:
         """Give the process group back. Safe to call twice."""
         self._closed = True
         self._net.close()
+        if self._forgotten is not None:
+            self._forgotten.detach()
 
     def __enter__(self) -> LocalSync:
         return self
