@@ -229,6 +229,15 @@ def subgroup(rank: int, world: int) -> tuple[Tensor, int]:
     return flat_grad(model), sync.stats.total.steps
 
 
+def backend_by_device(rank: int, world: int, backend: str) -> tuple[str, bool]:
+    """What is known of the network where the group has no single name, and whether ranks can be called."""
+    sync = attach(DDP(small_model(), process_group=dist.new_group(backend=backend)))
+    net = sync._transport
+    found = net.backend, net._roll is not None
+    sync.close()
+    return found
+
+
 def overflow(rank: int, world: int, collective: str) -> dict[str, Any]:
     """GradScaler: an infinity on one rank makes all ranks skip, residuals untouched, and go on."""
     model = DDP(small_model(), bucket_cap_mb=0.01)

@@ -99,6 +99,13 @@ def test_ddp_over_a_part_of_the_world(pool: Pool) -> None:
     assert [steps for _, steps in results] == [3, 3, 0]
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "undefined"])
+def test_gloo_is_known_by_what_it_serves(pool: Pool, backend: str) -> None:
+    """``init_process_group()`` without a name, or with one for each kind of device, is gloo on CPUs too."""
+    assert pool.run(2, jobs.backend_by_device, backend) == [("gloo", True)] * 2
+
+
 @WAYS
 def test_overflow_on_one_rank_is_skipped_by_all(pool: Pool, way: str) -> None:
     results = pool.run(3, jobs.overflow, way)

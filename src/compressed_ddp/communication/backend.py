@@ -194,11 +194,12 @@ class DistributedBackend:
     ) -> Reducer:
         """All ranks together; if ``check`` raises on one of them, the others are told."""
         compressor = self.compressor or DenseCompressor()
-        transport = self._transport
-        if transport is None:
-            one = self.world_size == 1
-            transport = alone() if one else TorchTransport(self._group, self._config.sync_timeout)
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        transport = self._transport
+        if transport is None and self.world_size == 1:
+            transport = alone()
+        elif transport is None:
+            transport = TorchTransport(self._group, self._config.sync_timeout, device.type)
 
         def prepare() -> tuple[CompressionConfig, dict[str, Any]]:
             if check is not None:

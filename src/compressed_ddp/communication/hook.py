@@ -70,7 +70,7 @@ class GradientSync:
                 told["optimizer"] = halves.describe()
             return (compressor, resolved, halves), told
 
-        self._transport = TorchTransport(model.process_group, config.sync_timeout)
+        self._transport = TorchTransport(model.process_group, config.sync_timeout, device.type)
         try:
             compressor, resolved, halves = agree(self._transport, device, prepare)
             self._reducer = Reducer(compressor, resolved, self._transport, device=device, sender=halves)

@@ -93,7 +93,7 @@ class LocalSync:
             told["bucket_cap_mb"] = float(bucket_cap_mb)
             return (compressor, resolved), told
 
-        self._net = transport or _network(group, self.config.sync_timeout)
+        self._net = transport or _network(group, self.config.sync_timeout, device)
         try:
             compressor, self.config = agree(self._net, device, prepare)
             note = f", every {steps} steps"
@@ -311,9 +311,10 @@ def _check_numbers(steps: object, lr: float, momentum: float, bucket_cap_mb: flo
         raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
 
 
-def _network(group: dist.ProcessGroup | None, timeout: float) -> Transport:
+def _network(group: dist.ProcessGroup | None, timeout: float, device: torch.device) -> Transport:
     here = dist.is_available() and dist.is_initialized()
-    return TorchTransport(group, timeout) if here and dist.get_world_size(group) > 1 else alone()
+    several = here and dist.get_world_size(group) > 1
+    return TorchTransport(group, timeout, device.type) if several else alone()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

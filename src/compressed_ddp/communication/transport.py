@@ -34,10 +34,13 @@ class TorchTransport:
     Works with any backend that moves uint8 tensors; tested with gloo.
     """
 
-    def __init__(self, parent: dist.ProcessGroup | None = None, timeout: float = 60.0) -> None:
-        """All ranks of ``parent`` (default: the world) must construct it together."""
+    def __init__(
+        self, parent: dist.ProcessGroup | None = None, timeout: float = 60.0, device: str = "cpu"
+    ) -> None:
+        """All ranks of ``parent`` (default: the world) must construct it together. Messages travel from
+        devices of the type ``device``."""
         ranks = dist.get_process_group_ranks(parent or dist.group.WORLD)
-        self.backend = dist.get_backend(parent)
+        self.backend = backend_for(device, parent)
         self._whole = len(ranks) == dist.get_world_size()
         self._roll: RollCall | None = None
         before = open_sockets()
@@ -45,7 +48,7 @@ class TorchTransport:
         self.group: Any = dist.new_group(
             ranks=ranks,
             timeout=timedelta(seconds=timeout - grace(timeout)),
-            backend=self.backend,
+            backend=dist.get_backend(parent),
             use_local_synchronization=not self._whole,
         )
         self.rank = dist.get_rank(self.group)
@@ -123,6 +126,15 @@ class TorchTransport:
             roll, self._roll = self._roll, None
             self.close(failed=True)
             raise exchange_failed(what, self.rank, self.world_size, roll, self.timeout, error) from error
+
+
+def backend_for(device: str, group: dist.ProcessGroup | None = None) -> str:
+    """Which backend of ``group`` carries tensors on devices of this type.
+
+    A group that was asked for none, or for one for each kind ("cpu:gloo,cuda:nccl"), has no name to go by.
+    """
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {kind: name for kind, _, name in pairs}.get(device, dist.get_backend(group))
 
 
 def _destroy(group: Any) -> None:
