@@ -157,7 +157,9 @@ class CompressionConfig:
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
         for field in dataclasses.fields(self):
-            _check_kind(field.name, getattr(self, field.name), str(field.type))
+            value = getattr(self, field.name)
+            _check_kind(field.name, value, str(field.type))
+            object.__setattr__(self, field.name, _plain(value))
         if self.scope not in ("bucket", "tensor"):
             raise unknown_name("scope", self.scope, ("bucket", "tensor"))
         if self.memory not in MEMORIES:
@@ -213,6 +215,15 @@ def _check_kind(name: str, value: object, kind: str) -> None:
             "float": "a finite number",
         }
         raise ValueError(f"{name} must be {words[wanted]}{' or None' if optional else ''}, got {value!r}")
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as Python's own type: numpy's cannot be told to other workers, nor kept in a checkpoint."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def check_ratio(ratio: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -52,3 +54,25 @@ def test_the_ledger_names_the_method(options: dict[str, Any], words: str) -> Non
 
     assert run_in_process(1, lambda net: method(net, None)) == [words]
     assert run_in_process(1, lambda net: method(net, sender)) == [f"{words}, SplitSGD"]
+
+
+def test_numbers_of_other_kinds_become_pythons_own() -> None:
+    """numpy's cannot be told to other workers, nor loaded with ``weights_only``."""
+    np = pytest.importorskip("numpy")
+    given = {
+        "ratio": np.float32(0.25),
+        "eta": np.float64(0.5),
+        "owner_factor": Fraction(3, 2),
+        "sync_timeout": 9,
+    }
+    given |= {
+        "rank": np.int64(3),
+        "seed": np.uint8(7),
+        "compressor": np.str_("topk"),
+        "threshold": np.int32(2),
+    }
+    config = CompressionConfig(**given)
+    plain = {name: value for name, value in config.as_dict().items() if name in given}
+    assert json.loads(json.dumps(config.as_dict())) == config.as_dict() and plain == given
+    kinds = [type(plain[name]) for name in given]
+    assert kinds == [float, float, float, int, int, int, str, int]
