@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from jobs import batch, flat, flat_grad, loss_of, owed, small_model
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from compressed_ddp import (
@@ -342,6 +343,15 @@ def refused(rank: int, world: int, what: str) -> str:
         elif what == "twice":
             model = DDP(small_model())
             attach(model)
+            attach(model)
+        elif what == "twice on one rank":
+            model = DDP(small_model())
+            if rank:
+                model.register_comm_hook(None, default_hooks.allreduce_hook)
+            attach(model, CompressionConfig(sync_timeout=PATIENT))
+        elif what == "built in":
+            model = DDP(small_model())
+            model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
             attach(model)
         elif what == "text":
             attach(DDP(small_model()), "topk")  # type: ignore[arg-type]
@@ -864,3 +874,20 @@ def refused_addresses(rank: int, world: int) -> tuple[str, list[tuple[int, int, 
     finally:
         transport.RollCall = kept  # type: ignore[misc]
     return said, held
+
+
+def attached_again(rank: int, world: int, built_in: bool) -> list[tuple[int, int, int]]:
+    """Groups, threads and sockets after each of three vain attempts to attach to a model with a hook."""
+    model, held = DDP(small_model()), []
+    if built_in:
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    else:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    for _ in range(3):
+        with contextlib.suppress(ValueError):
+            attach(model)
+        gc.collect()
+        dist.barrier()
+        groups = len(dist.distributed_c10d._world.pg_map)
+        held.append((groups, len(os.listdir("/proc/self/task")), len(open_sockets())))
+    return held

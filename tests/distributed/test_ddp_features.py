@@ -139,7 +139,9 @@ def test_replicas_that_drift_apart(pool: Pool) -> None:
         ("sparse", "TypeError: '0' has sparse gradients; build it with sparse=False"),
         ("complex", "TypeError: cannot compress a gradient of dtype torch.complex64"),
         ("bare", "TypeError: attach needs a DistributedDataParallel model, got Sequential"),
-        ("twice", "can only be called once"),
+        ("twice", "ValueError: this model has a communication hook already; build a new Distributed"),
+        ("twice on one rank", "this model has a communication hook already; build a new Distributed"),
+        ("built in", "ValueError: this model has a communication hook already; build a new Distributed"),
         ("text", "TypeError: attach needs a CompressionConfig, got 'topk'"),
         ("pairs", "TypeError: (name, parameter) pairs are needed: pass model.named_parameters()"),
         ("momentum twice", "TypeError: SGD has momentum 0.9 and adds it after compression"),
@@ -218,6 +220,13 @@ def test_an_attach_that_fails_late_holds_nothing(pool: Pool) -> None:
     for said, held in pool.run(2, jobs.refused_addresses):
         assert "as its address" in said
         assert len(set(held)) == 1, held
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.parametrize("built_in", [False, True])
+def test_a_second_attach_holds_nothing(pool: Pool, built_in: bool) -> None:
+    for first, *_, last in pool.run(2, jobs.attached_again, built_in):
+        assert all(after <= before for before, after in zip(first, last, strict=True)), (first, last)
 
 
 def test_a_configuration_that_only_one_rank_has_wrong(pool: Pool) -> None:

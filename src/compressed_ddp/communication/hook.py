@@ -31,6 +31,7 @@ from .worker import Worker
 
 _BY_NAME = ("residuals", "kept")
 """Fields of a state that hold tensors by parameter name, at some depth."""
+_HOOKED = "this model has a communication hook already; build a new DistributedDataParallel to attach to"
 
 
 class GradientSync:
@@ -58,6 +59,8 @@ class GradientSync:
         def prepare() -> tuple[
             tuple[BaseCompressor, CompressionConfig, SplitOptimizer | None], dict[str, Any]
         ]:
+            if getattr(model, "_comm_hooks", None):
+                raise ValueError(_HOOKED)
             _check_model(model, parameters)
             compressor = from_config(config, device)
             hold = config.hold_unused or (model.find_unused_parameters and not model.static_graph)
@@ -295,8 +298,10 @@ def attach(
     sync = GradientSync(model, config or CompressionConfig(), optimizer)
     try:
         model.register_comm_hook(sync, compressed_hook)
-    except BaseException:
+    except BaseException as error:
         sync.close()
+        if isinstance(error, RuntimeError) and "called once" in str(error):  # one of torch's built-in hooks
+            raise ValueError(_HOOKED) from error
         raise
     return sync
 
