@@ -78,3 +78,27 @@ def test_workers_compare_the_size_of_their_buckets(local: bool) -> None:
                 backend.allreduce_gradients(model.named_parameters())
 
     run_in_process(2, work)
+
+
+def test_a_state_of_before_the_first_step_can_be_loaded() -> None:
+    """It is empty, on all ranks or on none; after a step it cannot be."""
+
+    def work(net: Transport) -> None:
+        model = nn.Linear(8, 8)
+        give([model], net.rank)
+        saved = make_backend(net).state_dict()
+        assert saved == {}
+        backend = make_backend(net, guard_every=0)
+        backend.load_state_dict(saved, model.named_parameters())
+        backend.allreduce_gradients(model.named_parameters())
+        taken = backend.state_dict()
+        with pytest.raises(ValueError, match=r"this backend has taken 1: make a new one to begin again"):
+            backend.load_state_dict(saved, model.named_parameters())
+        other = make_backend(net)
+        with pytest.raises(SyncError, match="rank 1 differs from rank 0 in state: 'empty', not 'of a step'"):
+            other.load_state_dict({} if net.rank else taken, model.named_parameters())
+        other.load_state_dict(taken, model.named_parameters())
+        with pytest.raises(ValueError, match="not a compressed-ddp state: NoneType"):
+            other.load_state_dict(None, model.named_parameters())  # type: ignore[arg-type]
+
+    run_in_process(2, work)

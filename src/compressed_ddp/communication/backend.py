@@ -175,11 +175,26 @@ class DistributedBackend:
     def load_state_dict(
         self, state: Mapping[str, Any], named_parameters: Iterable[tuple[str, Tensor]]
     ) -> None:
-        """Go on where this rank's ``state`` was saved. All ranks call it together, between steps."""
+        """Go on where this rank's ``state`` was saved. All ranks call it together, between steps.
+
+        An empty state is one of before the first step: there is nothing to load.
+        """
         parameters = _trained(named_parameters)
         if self._reducer is None:
             self._reducer = self._start(parameters)
-        self._reducer.load_state_dict(state, {name: p.shape for name, p in parameters.items()})
+        reducer, device = self._reducer, _device(parameters)
+
+        def prepare() -> tuple[bool, dict[str, Any]]:
+            empty = isinstance(state, Mapping) and not state
+            if empty and reducer.step:
+                raise ValueError(
+                    f"the state is empty, of before the first step, and this backend has taken "
+                    f"{reducer.step}: make a new one to begin again"
+                )
+            return empty, {"state": "empty" if empty else "of a step"}
+
+        if not agree(reducer.transport, device, prepare):
+            reducer.load_state_dict(state, {name: p.shape for name, p in parameters.items()})
 
     def close(self) -> None:
         """Give the process group back. Safe to call twice."""
@@ -194,7 +209,7 @@ class DistributedBackend:
     ) -> Reducer:
         """All ranks together; if ``check`` raises on one of them, the others are told."""
         compressor = self.compressor or DenseCompressor()
-        device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        device = _device(parameters)
         transport = self._transport
         if transport is None and self.world_size == 1:
             transport = alone()
@@ -234,6 +249,11 @@ class DistributedBackend:
         if key not in self._buckets:
             self._buckets[key] = in_buckets(parameters, int(self._cap_mb * 2**20))
         return self._buckets[key]
+
+
+def _device(parameters: Mapping[str, Tensor]) -> torch.device:
+    """Where start-up messages travel from."""
+    return next((p.device for p in parameters.values()), torch.device("cpu"))
 
 
 def _check_together(
