@@ -299,11 +299,24 @@ class Collective(Protocol):
         ...
 
     def fold_(self, residual: Tensor) -> None:
-        """Add what only this object remembers to ``residual``, before the layout is given up."""
+        """Add what this rank owes besides its residual to ``residual``, before the layout is given up.
+
+        What is owed to the mean by one of P workers is owed P times by that one.
+        """
         ...
 
-    def state_dict(self) -> dict[str, Tensor]: ...
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of what is remembered, by name; empty if that is nothing.
+
+        A debt is kept as "owner", in this rank's shard (``Partition``) of the bucket: under that name it is
+        folded by whoever loads a state into other buckets or for another number of workers, without this
+        object. Any other name is refused there, so that no debt is lost without a word.
+        """
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what ``state_dict`` gave for the same bucket; ValueError if it does not fit."""
+        ...
 
 
 class Slot:

@@ -15,8 +15,10 @@ from compressed_ddp import (
     LocalSync,
     reshard_states,
 )
-from compressed_ddp.communication import Reducer, run_in_process
+from compressed_ddp.communication import Reducer, lanes, run_in_process
+from compressed_ddp.communication.collectives import AllGather
 from compressed_ddp.communication.lanes import split_by_size
+from compressed_ddp.compression import TopKCompressor
 from compressed_ddp.compression.factory import from_config
 from compressed_ddp.layout import BucketLayout
 from compressed_ddp.types import MAX_NUMEL, SyncError, Transport
@@ -365,3 +367,43 @@ def test_a_meeting_that_fails_while_buckets_change_leaves_every_bit() -> None:
         return all(torch.equal(after[name], before[name]) for name in before)
 
     assert run_in_process(2, second) == [True, True]
+
+
+class Remembers(AllGather):
+    """A collective that owes something in a way of its own."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"debts": torch.ones(3)}
+
+
+def test_a_debt_that_nobody_can_fold_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same buckets it is taken back; by others, by another way or by more workers it is refused."""
+    monkeypatch.setitem(lanes.COLLECTIVES, "mine", Remembers)
+    monkeypatch.setattr(TopKCompressor, "collectives", (*TopKCompressor.collectives, "mine"))
+    told = "'debts' of the bucket with 'a', which 'mine' saved, cannot be handed over"
+
+    def reducer_of(net: Transport, way: str = "mine") -> Reducer:
+        config = CompressionConfig(ratio=0.1, collective=way)
+        return Reducer(from_config(config), config, net)
+
+    def work(net: Transport) -> dict[str, object]:
+        first, again = reducer_of(net), reducer_of(net)
+        first.reduce_(LAYOUT, torch.ones(LAYOUT.numel), last=True)
+        state = first.state_dict()
+        again.load_state_dict(state, SHAPES)
+        again.reduce_(LAYOUT, torch.ones(LAYOUT.numel), last=True)
+        with pytest.raises(ValueError, match=told):
+            reducer_of(net, "allgather").load_state_dict(state, SHAPES)
+        other = reducer_of(net)
+        other.load_state_dict(state, SHAPES)
+        alone = BucketLayout(LAYOUT.names[:1], LAYOUT.shapes[:1])
+        with pytest.raises(ValueError, match=told):
+            other.reduce_(alone, torch.ones(alone.numel), last=True)
+        return state
+
+    states = run_in_process(2, work)
+    with pytest.raises(ValueError, match=told):
+        reshard_states(states, 3)
+    for state in states:
+        state["buckets"][0]["state"] = {}
+    assert len(reshard_states(states, 3)) == 3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..compression import BaseCompressor
-from ..error_feedback.state import SavedBucket, fold_owner_
+from ..error_feedback.state import SavedBucket, fold_owner_, owed_by_owner
 from ..layout import BucketLayout
 from ..types import MAX_NUMEL, Collective, CollectiveFactory, CompressionConfig, Transport, unknown_name
 from .collectives import AllGather, Sharded
@@ -96,6 +96,8 @@ class Lanes:
                 way = COLLECTIVES[saved.way]
                 trial = way(saved.layout, self._compressor, self._config, self._transport, device)
                 trial.load_state_dict(saved.state)
+            else:
+                owed_by_owner(saved)
 
     def load(self, plan: list[SavedBucket]) -> None:
         """Begin again with the buckets of a loaded state."""
@@ -148,11 +150,12 @@ class Lanes:
         return bring_back
 
     def _fold(self, saved: SavedBucket, device: torch.device) -> None:
-        """A loaded bucket that no longer exists."""
-        if "owner" in saved.state:
+        """A loaded bucket that no longer exists. Raises ValueError where nobody knows what it owes."""
+        owner = owed_by_owner(saved)
+        if owner is not None:
             net = self._transport
             owed = torch.zeros(saved.layout.numel, dtype=torch.float32, device=device)
-            fold_owner_(owed, saved.state["owner"].to(device), net.rank, net.world_size)
+            fold_owner_(owed, owner.to(device), net.rank, net.world_size)
             self._undo.append(self._take_back_(saved.layout, owed))
 
 

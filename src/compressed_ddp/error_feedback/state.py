@@ -16,6 +16,8 @@ from ..types import check_ratio
 STATE_FORMAT = 2
 ESTIMATE, AGREED = "estimate", "agreed"
 """What EF21 keeps: what the others believe of a worker's gradient, and the mean of it, alike on all ranks."""
+OWNER, GUESS = "owner", "right factor of "
+"""Names in a bucket's state: a debt, and what those of something begin with that is no debt."""
 _FIELDS = ("format", "step", "taken", "rank", "world_size", "config", "residuals", "kept", "buckets")
 
 
@@ -203,6 +205,21 @@ def _check_origin(state: Mapping[str, Any], rank: int, world_size: int) -> None:
         )
 
 
+def owed_by_owner(bucket: SavedBucket) -> Tensor | None:
+    """What this rank owes as an owner of a saved ``bucket``; None where nothing is owed.
+
+    Raises ValueError if the bucket remembers what only its own way can read: it may be a debt.
+    """
+    for key in bucket.state:
+        if key != OWNER and not str(key).startswith(GUESS):
+            raise ValueError(
+                f"{key!r} of the bucket with {bucket.layout.names[0]!r}, which {bucket.way!r} saved, cannot "
+                "be handed over: only what is kept as 'owner' can. Go on with the same collective, buckets "
+                "and number of workers, or empty the bucket's state if it is to be dropped"
+            )
+    return bucket.state.get(OWNER)
+
+
 def fold_owner_(residual: Tensor, owner: Tensor, rank: int, world_size: int) -> None:
     """Add an owner's debt to its own worker's: what is owed to the mean is owed P times by one."""
     shards = Partition(residual.numel(), world_size, ())
@@ -323,15 +340,16 @@ def _folded(state: Mapping[str, Any]) -> dict[str, Tensor]:
     residuals = {name: residual.clone() for name, residual in state["residuals"].items()}
     for saved in _buckets(state):
         bucket = SavedBucket.from_dict(saved)
-        if "owner" in bucket.state and ESTIMATE not in state["kept"]:
-            check_tensor(f"owner of the bucket with {bucket.layout.names[0]!r}", bucket.state["owner"])
+        owner = owed_by_owner(bucket)
+        if owner is not None and ESTIMATE not in state["kept"]:
+            check_tensor(f"owner of the bucket with {bucket.layout.names[0]!r}", owner)
             if any(
                 residuals[n].shape != s
                 for n, s in zip(bucket.layout.names, bucket.layout.shapes, strict=True)
             ):
                 raise ValueError("damaged state: a bucket's shapes are not those of what is owed")
             flat = torch.zeros(bucket.layout.numel, dtype=torch.float32, device="cpu")
-            fold_owner_(flat, bucket.state["owner"].cpu(), state["rank"], state["world_size"])
+            fold_owner_(flat, owner.cpu(), state["rank"], state["world_size"])
             for at, (name, view) in enumerate(bucket.layout.views(flat).items()):
                 if "strides" in saved:  # residuals are in the parameter's own order, this in memory's
                     strides = saved["strides"][at]
