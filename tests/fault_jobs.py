@@ -56,6 +56,36 @@ def own_fault(rank: int, world: int, way: str) -> tuple[str, list[int]]:
     return f"{type(found).__name__}: {found}", ranks
 
 
+def part_of_the_job(rank: int, world: int, what: str) -> tuple[str, list[int]]:
+    """Ranks 1 and 2 of three differ, or rank 2 sends what cannot be read, or fails: what is said of it."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return "", []
+    model = nn.Linear(64, 64)
+    model(torch.randn(4, 64)).sum().backward()
+    config = CompressionConfig(ratio=0.1 * rank if what == "differs" else 0.1, guard_every=0)
+    backend = DistributedBackend(None, ErrorFeedbackBuffer(), config=config, group=group)
+    try:
+        if what != "differs":
+            backend.load_state_dict({}, model.named_parameters())
+            assert backend._reducer is not None
+            net = backend._reducer.transport
+            real = net.all_gather
+
+            def damaging(out: torch.Tensor, row: torch.Tensor) -> None:
+                row[-1] ^= rank - 1  # rank 2's message
+                real(out, row)
+
+            if what == "unreadable":
+                net.all_gather = damaging  # type: ignore[method-assign]
+            elif rank == 2:
+                net.close(failed=True)
+        backend.allreduce_gradients(model.named_parameters())
+    except SyncError as error:
+        return str(error), list(error.ranks)
+    return "nothing was said", []
+
+
 def straggling(rank: int, world: int) -> tuple[list[str], list[float]]:
     """Rank 1 takes longer for every step: what was logged here, and the ledger's waits."""
     said: list[str] = []

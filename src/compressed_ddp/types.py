@@ -45,7 +45,7 @@ class SyncError(RuntimeError):
         self, message: str, *, phase: str = "", bucket: int | None = None, ranks: tuple[int, ...] = ()
     ) -> None:
         """``phase`` is what failed on this rank (all-to-all, all-gather, decode ...), in which ``bucket`` of
-        the step; ``ranks`` are those at fault, as far as that can be known."""
+        the step; ``ranks`` are those at fault, as the job numbers them and as far as that can be known."""
         super().__init__(message)
         self.phase, self.bucket, self.ranks = phase, bucket, ranks
 
@@ -239,6 +239,8 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
+    ranks: Sequence[int]
+    """What the job calls each of them, for messages: other numbers where this network is a part of it."""
 
     def all_gather(self, out: Tensor, row: Tensor) -> None:
         """Fill ``out`` (world_size, n) with every rank's ``row`` (n), in rank order."""
@@ -258,7 +260,7 @@ class Transport(Protocol):
 
     def close(self, *, failed: bool = False, blamed: int | None = None) -> None:
         """Give it back; ``failed`` tells the peers that this rank is out of step, and whom it blames for
-        that: itself, unless ``blamed`` is another rank."""
+        that: itself, unless ``blamed`` is another rank of the job."""
         ...
 
 

@@ -141,6 +141,20 @@ def test_no_socket_is_left(pool: Pool, what: str) -> None:
     assert max(pool.run(2, jobs.sockets_left, what)) <= 0
 
 
+@pytest.mark.parametrize(
+    ("what", "told", "ranks"),
+    [
+        ("differs", "rank 2 differs from rank 1 in config.ratio: 0.2, not 0.1", []),
+        ("unreadable", "(rank 2, 1 of its group, sent it)", [2]),
+        ("fails", "all-gather failed on rank 1 of 3: rank 2 is out of step by an error of its own", [2]),
+    ],
+)
+def test_a_part_of_the_job_is_told_the_jobs_ranks(pool: Pool, what: str, told: str, ranks: list[int]) -> None:
+    """Ranks 1 and 2 are 0 and 1 to their group. Nobody may hear of rank 1's fault, least of all rank 1."""
+    said, blamed = pool.run(3, jobs.part_of_the_job, what)[1]
+    assert told in said and blamed == ranks
+
+
 def test_frozen_weights_that_drift_apart(pool: Pool) -> None:
     for said in pool.run(2, jobs.frozen_drift):
         assert "at step 2 parameter '0.weight' of rank 1 is not that of rank 0" in said

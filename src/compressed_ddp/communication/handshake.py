@@ -74,20 +74,26 @@ def handshake(transport: Transport, mine: Mapping[str, Any], device: torch.devic
     texts = torch.empty((transport.world_size, width), dtype=torch.uint8, device=device)
     transport.all_gather(texts, _row(text.ljust(width, b" "), device))
     here = texts.cpu()  # a list of numbers would take eight times the bytes; numpy need not be there
-    compare([ctypes.string_at(row.data_ptr(), n) for row, n in zip(here, lengths, strict=True)])
+    compare(
+        [ctypes.string_at(row.data_ptr(), n) for row, n in zip(here, lengths, strict=True)], transport.ranks
+    )
 
 
-def compare(texts: Sequence[bytes]) -> None:
-    """Raises SyncError, naming rank and field, unless all ranks' descriptions are one and the same."""
-    everyone = [_read(rank, text) for rank, text in enumerate(texts)]
-    for rank, theirs in enumerate(everyone):
+def compare(texts: Sequence[bytes], ranks: Sequence[int] | None = None) -> None:
+    """Raises SyncError, naming rank and field, unless all ranks' descriptions are one and the same.
+
+    ``ranks`` is what the job calls them, if they are a part of it.
+    """
+    ranks = range(len(texts)) if ranks is None else ranks
+    everyone = [_read(rank, text) for rank, text in zip(ranks, texts, strict=True)]
+    for rank, theirs in zip(ranks, everyone, strict=True):
         if theirs.get("problem"):
             raise SyncError(f"rank {rank} cannot take part: {theirs['problem']}")
-    for rank, theirs in enumerate(everyone):
+    for rank, theirs in zip(ranks, everyone, strict=True):
         for field, first, other in _differences(everyone[0], theirs):
             raise SyncError(
-                f"rank {rank} differs from rank 0 in {field}: {other!r}, not {first!r}. All workers need "
-                "the same model, the same configuration and the same release"
+                f"rank {rank} differs from rank {ranks[0]} in {field}: {other!r}, not {first!r}. All workers "
+                "need the same model, the same configuration and the same release"
             )
 
 

@@ -146,7 +146,13 @@ class LocalSync:
         if self._net.world_size > 1:
             _from_first_(self._net, [tensor for tensor in tensors if tensor.numel()])
             mine = combined(fingerprint_of(tensor.detach().contiguous()) for tensor in tensors)
-            check_same(self._net, mine, "rank 0's weights and buffers", "all-reduce", self._device)
+            check_same(
+                self._net,
+                mine,
+                f"rank {self._net.ranks[0]}'s weights and buffers",
+                "all-reduce",
+                self._device,
+            )
         for name, parameter in self._parameters.items():
             self._anchor[name] = parameter.detach().to(_wide(parameter.dtype), copy=True).contiguous()
         self.since = 0

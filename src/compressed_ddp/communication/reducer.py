@@ -179,14 +179,14 @@ class Reducer:
         if self._ef21 is not None:
             slots = self._open(layout, bucket.device, self._ef21.memories)
             first = self._first(layout)
-            with in_bucket(layout, stamp):
+            with in_bucket(layout, stamp, self.transport.ranks):
                 finite = self._ef21.mean_(collective, bucket, slots, stamp, self.stats, first)
         else:
             memory = self.memory.open(layout, bucket.device) if self.config.error_feedback else None
             if memory is not None and self._allotment.due(self.taken):
                 with self.stats.phase("select"):
                     self._allotment.look(layout, memory.old, bucket)
-            with in_bucket(layout, stamp):
+            with in_bucket(layout, stamp, self.transport.ranks):
                 finite = self._guard.mean_(collective, bucket, memory, stamp, held, sent)
             self._touched += [memory] if memory is not None else []
         self._finite &= finite

@@ -12,7 +12,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -70,10 +70,19 @@ class RollCall:
     """
 
     def __init__(
-        self, rank: int, world_size: int, address: str | None, exchange: Callable[[bytes], list[bytes]]
+        self,
+        rank: int,
+        world_size: int,
+        address: str | None,
+        exchange: Callable[[bytes], list[bytes]],
+        ranks: Sequence[int] | None = None,
     ) -> None:
-        """All ranks together. Others reach this one at ``address``; ``exchange`` gives everyone's row."""
-        self._rank, self._secret = rank, secrets.token_bytes(16)
+        """All ranks together. Others reach this one at ``address``; ``exchange`` gives everyone's row.
+
+        ``ranks`` is what the job calls them, if this is a part of it; all that is told is in those numbers.
+        """
+        numbers = range(world_size) if ranks is None else ranks
+        self._rank, self._secret = numbers[rank], secrets.token_bytes(16)
         self._lines: list[socket.socket] = []
         """Who has called and said nothing yet."""
         self._heard: dict[int, int] = {}
@@ -84,8 +93,8 @@ class RollCall:
             rows = exchange(_ROW.pack(self._secret, port, (address or "").encode()))
             self._peers = {
                 other: (secret, port, _address(host.rstrip(b"\0"), other))
-                for other, (secret, port, host) in enumerate(map(_ROW.unpack, rows))
-                if other != rank
+                for other, (secret, port, host) in zip(numbers, map(_ROW.unpack, rows), strict=True)
+                if other != self._rank
             }
         except BaseException:
             self.close()
@@ -267,20 +276,26 @@ def blamed(error: BaseException) -> int | None:
     return told[0] if told else None
 
 
-def _unreadable(error: WireError, rank: int) -> SyncError:
-    """``rank`` cannot read a message: whose it is."""
-    whose = "" if error.sender is None else f" (rank {error.sender} sent it)"
-    ranks = () if error.sender is None else (error.sender,)
-    return SyncError(f"decode failed on rank {rank}: {error}{whose}", phase="decode", ranks=ranks)
+def _unreadable(error: WireError, rank: int, ranks: Sequence[int] | None) -> SyncError:
+    """``rank`` cannot read a message: whose it is. ``ranks`` is what the job calls them."""
+    told = rank if ranks is None else ranks[rank]
+    if error.sender is None:
+        return SyncError(f"decode failed on rank {told}: {error}", phase="decode")
+    sender = error.sender if ranks is None else ranks[error.sender]
+    # The error itself counts as the group does.
+    also = "" if sender == error.sender else f", {error.sender} of its group,"
+    whose = f"(rank {sender}{also} sent it)"
+    return SyncError(f"decode failed on rank {told}: {error} {whose}", phase="decode", ranks=(sender,))
 
 
 @contextmanager
-def in_bucket(layout: BucketLayout, stamp: Stamp) -> Iterator[None]:
-    """What others did wrong in this block leaves it as a SyncError that names the bucket."""
+def in_bucket(layout: BucketLayout, stamp: Stamp, ranks: Sequence[int] | None = None) -> Iterator[None]:
+    """What others did wrong in this block leaves it as a SyncError that names the bucket, and them as the
+    job does (``ranks``)."""
     try:
         yield
     except (SyncError, WireError) as error:
-        told = _unreadable(error, stamp.sender) if isinstance(error, WireError) else error
+        told = _unreadable(error, stamp.sender, ranks) if isinstance(error, WireError) else error
         more = f" and {len(layout.names) - 1} more" if len(layout.names) > 1 else ""
         where = f"step {stamp.step}, bucket {stamp.bucket} ({layout.names[0]!r}{more})"
         raise SyncError(

@@ -42,7 +42,7 @@ def check_same(net: Transport, mine: int, what: str, phase: str, device: torch.d
     net.all_gather(rows, row)
     found = [bytes(each) for each in rows.cpu().tolist()]
     usual, times = Counter(found).most_common(1)[0]
-    odd = tuple(rank for rank, each in enumerate(found) if each != usual)
+    odd = tuple(rank for rank, each in zip(net.ranks, found, strict=True) if each != usual)
     if odd:
         sure = times > len(odd)
         who = f"rank {', '.join(map(str, odd))} received something else" if sure else "the ranks differ"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -53,11 +53,13 @@ class TorchTransport:
         )
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
+        self.ranks: Sequence[int] = dist.get_process_group_ranks(self.group)
         self.timeout = timeout
         self._closing = threading.Lock()
         try:
             if self.backend == "gloo" and self.world_size > 1:
-                self._roll = RollCall(self.rank, self.world_size, new_address(before), self._everyones)
+                here = new_address(before)
+                self._roll = RollCall(self.rank, self.world_size, here, self._everyones, self.ranks)
         except BaseException:  # nobody could: torch holds on to the group
             self.close(failed=True)
             raise
@@ -104,7 +106,7 @@ class TorchTransport:
                 self.group = None
         if roll is not None:
             if failed and alive:  # the others learn whose fault it was before they lose this rank
-                roll.call(grace(self.timeout), blames=self.rank if blamed is None else blamed)
+                roll.call(grace(self.timeout), blames=self.ranks[self.rank] if blamed is None else blamed)
             roll.close()
         if ends and alive:
             _destroy(group)
@@ -125,7 +127,9 @@ class TorchTransport:
             traceback.clear_frames(error.__traceback__)
             roll, self._roll = self._roll, None
             self.close(failed=True)
-            raise exchange_failed(what, self.rank, self.world_size, roll, self.timeout, error) from error
+            me, job = self.ranks[self.rank], dist.get_world_size() if dist.is_initialized() else 0
+            world_size = max(job, self.world_size)  # no group is left if the user has destroyed them
+            raise exchange_failed(what, me, world_size, roll, self.timeout, error) from error
 
 
 def backend_for(device: str, group: dist.ProcessGroup | None = None) -> str:
@@ -150,6 +154,7 @@ class InProcessTransport:
 
     def __init__(self, hub: InProcessHub, rank: int) -> None:
         self._hub, self.rank, self.world_size = hub, rank, hub.world_size
+        self.ranks: Sequence[int] = range(hub.world_size)
 
     def all_gather(self, out: Tensor, row: Tensor) -> None:
         rows = self._hub.exchange(self.rank, row, "all-gather")
