@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..compression import PowerSGDCompressor
-from ..compression.powersgd import first_factor, matrix_shape, orthogonal, worthwhile
+from ..compression.powersgd import first_factor, matrix_shape, no_autocast, orthogonal, worthwhile
 from ..kernels.reference import all_finite
 from ..layout import BucketLayout
 from ..types import Clock, CompressionConfig, Held, Slot, Stamp, SyncError, Transport
@@ -61,6 +61,10 @@ class LowRank:
         held: Held = (),
         sent: list[Tensor] | None = None,
     ) -> bool:
+        with no_autocast(bucket.device):
+            return self._mean_(bucket, memory, clock, held)
+
+    def _mean_(self, bucket: Tensor, memory: Slot | None, clock: Clock, held: Held) -> bool:
         with clock.phase("select"):
             due = torch.empty_like(bucket, dtype=torch.float32) if memory is None else memory.new
             torch.add(bucket, 0.0 if memory is None else memory.old, out=due)

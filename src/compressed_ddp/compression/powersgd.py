@@ -44,8 +44,9 @@ class PowerSGDCompressor(FullCompressor):
             return payload.values
         matrix = payload.values.view(rows, columns)
         start = first_factor(columns, self.rank, Stamp(self.seed), matrix.device)
-        left = orthogonal(matrix @ start)
-        return (left @ (left.T @ matrix)).view(-1)
+        with no_autocast(matrix.device):
+            left = orthogonal(matrix @ start)
+            return (left @ (left.T @ matrix)).view(-1)
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
@@ -64,6 +65,11 @@ def first_factor(columns: int, rank: int, stamp: Stamp, device: torch.device) ->
     """The right factor to begin with, the same on all workers."""
     generator = torch.Generator().manual_seed(stamp.shared_seed())
     return torch.randn(columns, rank, generator=generator, dtype=torch.float32, device="cpu").to(device)
+
+
+def no_autocast(device: torch.device) -> torch.autocast:
+    """For products of float32: within a loop's autocast they would be rounded to 16 bits."""
+    return torch.autocast(device.type, enabled=False)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
