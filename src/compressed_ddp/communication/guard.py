@@ -146,7 +146,7 @@ class Guard:
                     f"the replicas have drifted apart: at step {step} parameter {name!r} of rank "
                     f"{', '.join(map(str, others))} is not that of rank {first}. Weights must change alike "
                     "on all ranks: was a checkpoint loaded on one of them, or an update applied under a "
-                    "condition?"
+                    "condition? On unlike processors an optimizer may round differently too"
                 )
         raise SyncError(
             f"at step {step} the ranks' hashes of all parameters differ, and those of each do not: what one "

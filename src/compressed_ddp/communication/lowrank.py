@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from ..compression import PowerSGDCompressor
-from ..compression.powersgd import first_factor, matrix_shape, no_autocast, orthogonal, worthwhile
+from ..compression.powersgd import (
+    first_factor,
+    matrix_shape,
+    no_autocast,
+    orthogonal,
+    worthwhile,
+    write_product_,
+)
 from ..kernels.reference import all_finite
 from ..layout import BucketLayout
 from ..types import Clock, CompressionConfig, Held, Slot, Stamp, SyncError, Transport
@@ -25,6 +32,9 @@ class LowRank:
 
     Worker i sent left @ (M_i.T @ left).T, whose mean is the result: that, and not the mean, is
     subtracted from its residual. So the law holds here too. Nothing is ``sent`` by positions.
+
+    What goes into an all-reduce may differ in its rounding from worker to worker. What is made of its
+    result may not, and has the same bits on every processor.
     """
 
     def __init__(
@@ -76,10 +86,10 @@ class LowRank:
             lefts = {name: matrix @ self._right[name].old for name, matrix in matrices.items()}
         lefts, means = self._average([lefts, whole], clock)
         with clock.phase("encode"):
-            lefts = {name: orthogonal(left) for name, left in lefts.items()}
+            lefts = _orthogonal(lefts)
             rights = {name: matrices[name].T @ left for name, left in lefts.items()}
             for name, matrix in matrices.items():
-                matrix -= lefts[name] @ rights[name].T
+                matrix.addmm_(lefts[name], rights[name].T, alpha=-1.0)
             for view in whole.values():
                 view.zero_()
             if memory is not None:
@@ -93,7 +103,7 @@ class LowRank:
             out = self._layout.views(bucket)
             for name, right in rights.items():
                 self._right[name].new.copy_(right)
-                out[name].copy_((lefts[name] @ right.T).view_as(out[name]))
+                write_product_(out[name].view(self._matrices[name]), lefts[name], right)
             for name, mean in means.items():
                 out[name].copy_(mean.view_as(out[name]))
             # A NaN on one rank is in every rank's sums by now, so all ranks decide alike.
@@ -141,6 +151,18 @@ class LowRank:
                     "with another rank? Use that one, or start without a state"
                 )
             slot.old.copy_(saved)
+
+
+def _orthogonal(lefts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A basis of each, those of one height together: the operations are small and many."""
+    alike: dict[int, list[str]] = {}
+    for name, left in lefts.items():
+        alike.setdefault(left.shape[0], []).append(name)
+    bases: dict[str, Tensor] = {}
+    for names in alike.values():
+        found = orthogonal(torch.stack([lefts[name] for name in names]))
+        bases |= dict(zip(names, found.unbind(), strict=True))
+    return bases
 
 
 def _key(name: str) -> str:

@@ -72,7 +72,76 @@ def no_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """An orthonormal basis of the columns of ``matrix``."""
-    basis: Tensor = torch.linalg.qr(matrix).Q
-    return basis
+# --- the same bits on every processor ------------------------------------------------------
+#
+# Every worker computes what follows for itself, and replicas must not drift apart. Products and
+# factorisations of BLAS and LAPACK round as the processor's instructions suggest, and so does
+# torch's sum. One multiplication, addition, division or square root does not: IEEE 754 has it.
+
+_BLOCK = 1 << 16
+"""Elements of a product made at a time: they stay in the processor's cache."""
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """An orthonormal basis of the columns of each matrix (..., rows, columns), with fewer columns than rows.
+
+    Gram and Schmidt's, each column twice, which is enough (Giraud et al., 2005). Where a column depends on
+    those before it, a unit vector takes its place: a column of zeros would stay zero in all later steps.
+    """
+    columns = matrices.mT.contiguous()
+    largest = columns.abs().amax(-1, keepdim=True)  # squares shall neither overflow nor vanish
+    columns = columns / torch.where(largest == 0, 1.0, largest)
+    basis = columns[..., :0, :]
+    for at in range(columns.shape[-2]):
+        column, lost = _beside(columns[..., at, :], basis)
+        for place in range(at + 1):  # at least one of so many has enough beside the ``at`` before it
+            if not bool(lost.any()):
+                break
+            unit = torch.zeros_like(column)
+            unit[..., place] = 1.0
+            other, still = _beside(unit, basis)
+            column, lost = torch.where(lost, other, column), lost & still
+        column = column / ordered_sum(column * column).sqrt().unsqueeze(-1)
+        basis = torch.cat([basis, column.unsqueeze(-2)], -2)
+    return basis.mT
+
+
+def _beside(column: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """What of ``column`` (..., n) is orthogonal to all in ``basis`` (..., k, n), and whether that is nothing.
+
+    What the first pass leaves of a column that depends on them is its rounding: as good a direction as any,
+    unless the second takes most of that too. One that is not a number stays so.
+    """
+    if not basis.shape[-2]:
+        return column, (column == 0).all(-1, keepdim=True)
+    before = column
+    for _ in range(2):
+        before = column
+        shares = ordered_sum(basis * column.unsqueeze(-2))
+        for at in range(basis.shape[-2]):
+            column = column - basis[..., at, :] * shares[..., at : at + 1]
+    least = before.abs().amax(-1, keepdim=True) * (0.5 / (basis.shape[-2] + 1))
+    return column, column.abs().amax(-1, keepdim=True) <= least
+
+
+def ordered_sum(numbers: Tensor) -> Tensor:
+    """The sum over the last dimension, one half added to the other until one number is left."""
+    while numbers.shape[-1] > 1:
+        half = numbers.shape[-1] // 2
+        odd = numbers[..., 2 * half :]
+        numbers = numbers[..., :half] + numbers[..., half : 2 * half]
+        if odd.shape[-1]:
+            numbers[..., :1] += odd
+    return numbers[..., 0]
+
+
+def write_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Overwrite ``out`` with ``left @ right.T``; each product is rounded before it is added, never fused."""
+    rights = right.T.contiguous()
+    step = max(1, _BLOCK // max(1, right.shape[0]))
+    for begin in range(0, left.shape[0], step):
+        lefts = left[begin : begin + step]
+        total = lefts[:, :1] * rights[0]
+        for at in range(1, rights.shape[0]):
+            total += lefts[:, at : at + 1] * rights[at]
+        out[begin : begin + step] = total
