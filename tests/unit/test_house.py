@@ -47,6 +47,7 @@ ARROWS: dict[str, set[str]] = {
     "data": {"types", "files"},
     "training": {
         "types",
+        "version",
         "files",
         "communication",
         "compression",

@@ -65,7 +65,7 @@ class Guard:
         if len({rows[rank][1] for rank in counting}) > 1:
             self._name_the_first(hashes, counting, step)
         self._stats.waits = [row[2] for row in rows]
-        told = straggler(self._stats.waits, statistics.median(row[3] for row in rows))
+        told = straggler(self._stats.waits, statistics.median(row[3] for row in rows), self._net.ranks)
         if told and self._net.rank == 0 and len(counting) == len(rows):  # who has no data left only waits
             logger.warning("%s (steps up to %d)", told, step)
         self._judge([row[4] for row in rows], [row[5] for row in rows])
@@ -116,13 +116,13 @@ class Guard:
         if self._net.rank or not known:
             return
         norm, rank = max(known)
-        ratio = self._stats.ratio
+        ratio, names = self._stats.ratio, self._net.ranks
         age, oldest = max((ages[rank], rank) for _, rank in known)
         if self._waiting.look(self._at, age, ratio):
-            logger.warning("%s (steps up to %d)", stale(norms[oldest], oldest, age, ratio), self._at)
+            logger.warning("%s (steps up to %d)", stale(norms[oldest], names[oldest], age, ratio), self._at)
         times = self._growth.look(self._at, norm, ratio)
         if times is not None:
-            logger.warning("%s (steps up to %d)", advice(norm, rank, times, ratio), self._at)
+            logger.warning("%s (steps up to %d)", advice(norm, names[rank], times, ratio), self._at)
 
     def restart(self) -> None:
         """A state was loaded: its steps, and what was waited in them, are not of this life."""
@@ -137,14 +137,14 @@ class Guard:
 
     def _name_the_first(self, hashes: Mapping[str, int], counting: Sequence[int], step: int) -> None:
         each = b"".join(found.to_bytes(8, "little") for found in hashes.values())
-        tables, first = self._everyones(each), counting[0]
+        tables, first, names = self._everyones(each), counting[0], self._net.ranks
         for at, name in enumerate(hashes):
             cells = {rank: tables[rank][8 * at : 8 * at + 8] for rank in counting}
-            others = [rank for rank in counting if cells[rank] != cells[first]]
+            others = [str(names[rank]) for rank in counting if cells[rank] != cells[first]]
             if others:
                 raise SyncError(
                     f"the replicas have drifted apart: at step {step} parameter {name!r} of rank "
-                    f"{', '.join(map(str, others))} is not that of rank {first}. Weights must change alike "
+                    f"{', '.join(others)} is not that of rank {names[first]}. Weights must change alike "
                     "on all ranks: was a checkpoint loaded on one of them, or an update applied under a "
                     "condition? On unlike processors an optimizer may round differently too"
                 )
@@ -163,10 +163,11 @@ class Guard:
         return [bytes(found.tolist()) for found in rows.cpu()]
 
 
-def straggler(waits: Sequence[float], step: float) -> str | None:
+def straggler(waits: Sequence[float], step: float, ranks: Sequence[int] | None = None) -> str | None:
     """What to say about the rank that the others wait for, if there is one.
 
-    Whoever comes last waits for nobody. Where the network is what takes long, all wait alike.
+    Whoever comes last waits for nobody. Where the network is what takes long, all wait alike. ``ranks`` is
+    what the job calls them.
     """
     slowest = min(range(len(waits)), key=waits.__getitem__)
     others = [wait for rank, wait in enumerate(waits) if rank != slowest]
@@ -174,8 +175,9 @@ def straggler(waits: Sequence[float], step: float) -> str | None:
     lost = usual - waits[slowest]
     if not (0 < step < math.inf and _WAITING * step <= lost < math.inf):  # nor where one is not a number
         return None
+    name = slowest if ranks is None else ranks[slowest]
     return (
-        f"rank {slowest} is a straggler: the others wait {usual:.3g} s of each step of {step:.3g} s, it "
+        f"rank {name} is a straggler: the others wait {usual:.3g} s of each step of {step:.3g} s, it "
         f"waits {waits[slowest]:.3g} s; {lost / step:.0%} of their time goes there"
     )
 

@@ -16,6 +16,7 @@ from ..compression.powersgd import (
     worthwhile,
     write_product_,
 )
+from ..error_feedback.state import GUESS
 from ..kernels.reference import all_finite
 from ..layout import BucketLayout
 from ..types import Clock, CompressionConfig, Held, Slot, Stamp, SyncError, Transport
@@ -167,4 +168,4 @@ def _orthogonal(lefts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _key(name: str) -> str:
     """Of a parameter's right factor in a saved state, where other words mean something too."""
-    return f"right factor of {name}"
+    return GUESS + name
