@@ -35,7 +35,7 @@ class Advice(NamedTuple):
 GUIDE = (
     Advice(
         "SGD with momentum, 10 %",
-        "plain error feedback, the default",
+        "plain error feedback, the default: DGC is hardly better",
         IMAGES,
         Of("error feedback", 0.1),
         Of("DGC, no warm-up", 0.1),
@@ -55,7 +55,7 @@ GUIDE = (
         Of("error feedback", 0.001),
     ),
     Advice(
-        "0.1 %, and bytes to spare at the start",
+        "0.1 % of a small model, and bytes to spare at the start",
         "with `--no-momentum-masking --ratio-schedule warmup --ratio-warmup 0.5`",
         IMAGES,
         Of("DGC, no masking", 0.001),
@@ -99,7 +99,7 @@ GUIDE = (
     Advice(
         "error feedback off?",
         "never below 10 %",
-        SMALL,
+        ("mnist", "text"),
         Of("error feedback", 0.01),
         Of("no error feedback", 0.01),
     ),

@@ -201,6 +201,7 @@ class _Others:
 
     def __init__(self, rows: list[bytes]) -> None:
         self._rows, self.world_size = rows, len(rows) + 1
+        self.ranks = range(self.world_size)
 
     def all_gather(self, out: Tensor, mine: Tensor) -> None:
         out[0] = mine
