@@ -256,13 +256,15 @@ def plot(rows: Sequence[Row], tasks: Mapping[str, Task], path: Path) -> bool:
     handles: dict[str, Any] = {}
     for panel, (name, found) in zip(axes.flat, panels.items(), strict=False):
         accuracy = by_accuracy(tasks[name])
+        bottom, top = _seen(sorted(each.mean for each in found), accuracy)
         for method in dict.fromkeys(each.method for each in found):
             mine = sorted((each for each in found if each.method == method), key=lambda each: each.sent)
             i = styles[method]  # a method looks alike in all panels
             handles[method] = panel.errorbar(
                 [each.sent / 1e6 for each in mine],
                 [each.mean for each in mine],
-                [0.0 if math.isnan(each.deviation) else each.deviation for each in mine],
+                # A bar across the whole panel says no more than none.
+                [each.deviation if each.deviation < top - bottom else 0.0 for each in mine],
                 marker="osv^D<>"[i % 7],
                 color=f"C{i % 10}",
                 linestyle="-" if i < 10 else "--",
@@ -274,7 +276,7 @@ def plot(rows: Sequence[Row], tasks: Mapping[str, Task], path: Path) -> bool:
             panel.axhline(dense.mean, color="black", linewidth=0.6, linestyle=":")
         panel.set(xscale="log", xlabel="sent by one worker, MB", title=name)
         panel.set_ylabel("test accuracy, %" if accuracy else "test loss")
-        panel.set_ylim(*_seen(sorted(each.mean for each in found), accuracy))
+        panel.set_ylim(bottom, top)
     axes.flat[-1].legend(handles.values(), handles.keys(), fontsize=9, loc="center", ncols=2)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -284,7 +286,7 @@ def plot(rows: Sequence[Row], tasks: Mapping[str, Task], path: Path) -> bool:
 def _seen(scores: Sequence[float], accuracy: bool) -> tuple[float, float]:
     """From where to where a panel goes: what failed wholly would hide all differences."""
     if accuracy:
-        bottom, top = max(scores[len(scores) // 4] - 3, scores[0]), scores[-1]
+        bottom, top = max(scores[len(scores) // 4] - 5, scores[0]), scores[-1]
     else:
         bottom, top = scores[0], min(scores[3 * len(scores) // 4] * 1.15, scores[-1])
     room = 0.08 * (top - bottom) or 0.1
