@@ -21,6 +21,8 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
+from compressed_ddp import SyncError
+from compressed_ddp.communication.handshake import compare
 from compressed_ddp.training import cli
 from compressed_ddp.training.checkpoint import CheckpointError, Checkpoints
 from compressed_ddp.training.config import TrainConfig
@@ -418,5 +420,9 @@ def test_the_page_quotes_what_is_said(tmp_path: Path) -> None:
     _, _, message = str(caught.value).partition("rank-0001.pt ")
     assert message and message in PAGE.read_text()
     source = "".join(path.read_text() for path in (ROOT / "src" / "compressed_ddp").rglob("*.py"))
-    for words in ("a peer is gone or silent ", "differs from rank 0 in", "has a run already; --resume auto"):
+    for words in ("a peer is gone or silent ", "has a run already; --resume auto"):
         assert words in source and words in PAGE.read_text()
+    with pytest.raises(SyncError) as unlike:
+        compare([b'{"ratio": 1}', b'{"ratio": 2}'])
+    assert str(unlike.value).startswith("rank 1 differs from rank 0 in ratio")
+    assert "rank 1 differs from rank 0 in" in PAGE.read_text()
