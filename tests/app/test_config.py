@@ -291,22 +291,13 @@ def test_settings_of_compression_may_stay_where_it_is_turned_off(
     run_with_checkpoint(tmp_path / "run", plain)
     assert config_of("--resume", str(tmp_path / "run")).compression.ratio == 0.1
     assert config_of("--sync-timeout", "5", "--guard-every", "7").compression.guard_every == 7
+    assert config_of("--data-dir", "./values").task.data_dir == "./values"
     for text in ("ratio: 0.1\n", "values: int4\n"):
         file.write_text(text)
         assert config_of("--config", str(file), "--compress").compress
         with pytest.raises(SystemExit):
             config_of("--config", str(file))
         assert "nothing says that they are" in capsys.readouterr().err
-
-
-def test_a_key_inside_of_another_is_told_where_it_belongs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text("compression:\n  ratio: 0.1\n")
-    with pytest.raises(SystemExit):
-        config_of("--config", str(file))
-    assert "did you mean ratio?" in capsys.readouterr().err
 
 
 def test_wrong_keys_of_a_run_that_goes_on_are_told(
@@ -321,12 +312,19 @@ def test_wrong_keys_of_a_run_that_goes_on_are_told(
     assert f"{file} has an unknown setting 'batchsize'" in capsys.readouterr().err
 
 
-def test_wrong_keys_are_told_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("content", "meant"),
+    [("batchsize: 3\n", "batch_size"), ("compression:\n  ratio: 0.1\n", "ratio")],
+    ids=["misspelt", "inside of another"],
+)
+def test_wrong_keys_are_told_with_the_nearest(
+    content: str, meant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text("batchsize: 3\n")
+    file.write_text(content)
     with pytest.raises(SystemExit):
         config_of("--config", str(file))
-    assert "did you mean batch_size?" in capsys.readouterr().err
+    assert f"did you mean {meant}?" in capsys.readouterr().err
     with pytest.raises(ValueError, match="did you mean 'ratio'"):
         TrainConfig.from_flat({"ratoi": 1})
 

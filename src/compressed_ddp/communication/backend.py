@@ -25,7 +25,7 @@ from .handshake import agree, fingerprint
 from .lanes import split_by_size
 from .reducer import Reducer
 from .rollcall import blamed
-from .transport import TorchTransport, alone
+from .transport import TorchTransport, alone, close_when_forgotten
 
 
 class DistributedBackend:
@@ -77,8 +77,7 @@ class DistributedBackend:
         self._scale = 1.0
         self._ratio: float | None = None
         self._reducer: Reducer | None = None
-        self._forgotten: weakref.finalize[..., DistributedBackend] | None = None
-        """Gives the group back when this object is forgotten, and at interpreter exit."""
+        self._forgotten: weakref.finalize[..., Any] | None = None
         self._buckets: dict[tuple[tuple[str, torch.Size], ...], list[BucketLayout]] = {}
         self._last: tuple[tuple[str, torch.Size], ...] | None = None
         """What was trained in the last step."""
@@ -236,8 +235,7 @@ class DistributedBackend:
             raise
         reducer.take_ratio(self.ratio)
         self._ratio = None
-        if isinstance(transport, TorchTransport) and transport.backend == "gloo":
-            self._forgotten = weakref.finalize(self, transport.close)
+        self._forgotten = close_when_forgotten(self, transport)
         return reducer
 
     def _layouts(self, parameters: Mapping[str, Tensor], world_size: int) -> list[BucketLayout]:

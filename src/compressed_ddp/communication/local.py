@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from .handshake import agree, digest, fingerprint
 from .reducer import Reducer
 from .rollcall import blamed
 from .sameness import check_same, combined
-from .transport import TorchTransport, alone
+from .transport import TorchTransport, alone, close_when_forgotten
 
 
 class LocalSync:
@@ -106,10 +105,7 @@ class LocalSync:
             self._net.close()
             raise
         self._velocity = {name: torch.zeros_like(anchor) for name, anchor in self._anchor.items()}
-        self._forgotten: weakref.finalize[..., LocalSync] | None = None
-        """Gives the group back when this object is forgotten, and at interpreter exit."""
-        if isinstance(self._net, TorchTransport) and self._net.backend == "gloo":
-            self._forgotten = weakref.finalize(self, self._net.close)
+        self._forgotten = close_when_forgotten(self, self._net)
 
     @property
     def stats(self) -> Ledger:

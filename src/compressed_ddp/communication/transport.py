@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -139,6 +140,13 @@ def backend_for(device: str, group: dist.ProcessGroup | None = None) -> str:
     """
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {kind: name for kind, _, name in pairs}.get(device, dist.get_backend(group))
+
+
+def close_when_forgotten(owner: object, transport: Transport) -> weakref.finalize[..., Any] | None:
+    """Give gloo's group back when ``owner`` is forgotten, and at interpreter exit; ``detach`` once it was."""
+    if isinstance(transport, TorchTransport) and transport.backend == "gloo":
+        return weakref.finalize(owner, transport.close)
+    return None
 
 
 def _destroy(group: Any) -> None:

@@ -136,7 +136,8 @@ def _refuse_idle(parser: Parser, arguments: Sequence[str], files: Sequence[str])
     Where a file or a flag says that they are not, the rest may stay as it is.
     """
     said = {key for file in files for key in read_settings(Path(file))}
-    said |= {argument.partition("=")[0][2:].replace("-", "_") for argument in arguments}
+    flags = (argument for argument in arguments if argument.startswith("--"))
+    said |= {flag.partition("=")[0][2:].replace("-", "_") for flag in flags}
     if said & {"compress", "no_compress"}:
         return
     # Time limits and looks at weights are there without compression too.
